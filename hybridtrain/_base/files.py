@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 from uuid import uuid4
 
-from hybridtrain.errors import DataError
+from hybridtrain.errors import ConfigError, DataError
 
 
 @contextmanager
@@ -88,6 +88,32 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes `content` to `path`; text is encoded as UTF-8."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def check_replaceable(path: Path, is_ours: Callable[[bytes], bool], what: str) -> None:
+    """Checks that a file to replace is missing, empty, a link, or one that this library wrote.
+
+    Args:
+        path: the file.
+        is_ours: returns whether a file begins as this library's do, from its first 4096 bytes.
+        what: words for the file, such as "a report".
+
+    Raises:
+        ConfigError: it is another file.
+    """
+    # replacing a link leaves the file that it leads to as it is
+    if path.is_symlink() or not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError:
+        head = b"?"  # unreadable, so this library's or not
+    if head and not is_ours(head):
+        raise ConfigError(
+            f"{path} exists and is not {what} of hybridtrain, so it is not replaced: choose "
+            f"another file, or remove it"
+        )
 
 
 def make_directory(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hybridtrain._base.files import write_atomically
+from hybridtrain._base.files import check_replaceable, write_atomically
 from hybridtrain._base.text_table import text_table, with_unit
 from hybridtrain.errors import SplitError, argument, closest, setting
 from hybridtrain.options import RecomputeSpec
@@ -141,7 +141,12 @@ class Plan:
         return _HEADER + text
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Writes the plan to a file that `read` reads."""
+        """Writes the plan to a file that `read` reads.
+
+        Raises:
+            ConfigError: the file exists and is not a plan.
+        """
+        check_replaceable(Path(path), lambda head: b"stages:" in head, "a plan")
         write_atomically(Path(path), self.to_yaml())
 
     @classmethod

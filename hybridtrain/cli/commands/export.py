@@ -105,7 +105,7 @@ def export(settings: Settings) -> dict[str, Any]:
     evaluated = evaluated_average(checkpoint, files)
     average = evaluated if config.ema else {}
     saved = saved._replace(tensors=with_average(saved.tensors, average))
-    path = directory.path / "export" / f"{checkpoint.name}{FORMATS[config.format]}"
+    path = directory.folder("export") / f"{checkpoint.name}{FORMATS[config.format]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _WRITE[config.format](path, _Trained(settings, checkpoint, saved))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain._base.files import atomic_file
+from hybridtrain._base.files import atomic_file, check_replaceable
 from hybridtrain._base.microbatch import batch_size
 from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.commands.trained_run import load_trained_run
@@ -40,8 +41,7 @@ def predict(settings: Settings) -> Result:
     context, loader, checkpoint, _ = load_trained_run(
         settings, RunContext.predict_loader, unlabelled=True
     )
-    default = context.directory.path / "predictions" / f"{checkpoint.name}.jsonl"
-    path = Path(output or default)
+    path = Path(output or context.directory.folder("predictions") / f"{checkpoint.name}.jsonl")
     outputs = predict_model(context.model, loader)
 
     def write() -> None:
@@ -157,9 +157,20 @@ def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
             file.writelines((json.dumps(x, allow_nan=False) + "\n").encode() for x in samples)
 
 
+# An array and a table have no mark of their own: the format counts.
+_ARE_PREDICTIONS: dict[str, Callable[[bytes], bool]] = {
+    ".jsonl": lambda head: bool(
+        re.match(rb'\{"(sample|path|text|class|labels|output|logits)', head)
+    ),
+    ".npy": lambda head: head.startswith(b"\x93NUMPY"),
+    ".parquet": lambda head: head.startswith(b"PAR1"),
+}
+
+
 @contextmanager
 def _written(path: Path) -> Iterator[BinaryIO]:
     """Opens the output file of `predict`, which is written atomically."""
+    check_replaceable(path, _ARE_PREDICTIONS[path.suffix], "a file of predictions")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:

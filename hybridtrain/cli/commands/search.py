@@ -28,6 +28,7 @@ from hybridtrain._base.text_table import in_one_line
 from hybridtrain.cli.config.changes import OF_THE_COMMAND
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.overrides import given_keys, hydra_quoted, parse_overrides
+from hybridtrain.cli.config.places import check_places, grants_in
 from hybridtrain.cli.config.run_name import check_run_name, shortened
 from hybridtrain.cli.config.schema import Config, SearchConfig
 from hybridtrain.cli.run.lock import RunLock
@@ -61,9 +62,10 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     optuna = _optuna()
     parsed = parse_overrides(overrides)
     fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
-    config = compose_settings(fixed, config_dir).config
-    options = config.search
-    _refuse_words_of_files(options, given_keys(fixed))
+    composed = compose_settings(fixed, config_dir)
+    config, options = composed.config, composed.config.search
+    for command in ("search", "train"):  # a trial checks places in its own run directory
+        check_places(command, config, fixed, composed.files, of_run=False)
     space = _space([each for each in parsed if each.is_sweep_override()], options)
     metric, mode = _criterion(config)
     # A run_name may be group/name, and the names of trials have two parts as well.
@@ -118,24 +120,21 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
 
 # Here, text from a recipe or a study becomes part of a command line. Text from files never grants
 # permissions: it may set what a run computes, but not what code it runs, where it writes or how it
-# starts.
+# starts (`cli.config.places`).
 _NEVER_SEARCHED = (*OF_THE_COMMAND, "hydra", "search", "submit")
 
 
-def _refuse_words_of_files(options: SearchConfig, given: Sequence[str]) -> None:
-    """Raises a ConfigError for search settings that are allowed only on the command line."""
-    for name in ("launcher", "storage"):
-        value, key = getattr(options, name), f"search.{name}"
-        if value is not None and key not in given:
-            raise ConfigError(
-                f"{key} is set in a file, but only the command line may choose a command to run or "
-                f"a database to open: add {key}={shlex.quote(value)} to the command line"
-            )
-
-
-def _check_searched(key: str) -> None:
+def _check_searched(override: Override) -> None:
     """Raises a ConfigError for a key that is not a setting of a run."""
-    if not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or key.split(".")[0] in _NEVER_SEARCHED:
+    key, value = str(override.input_line).partition("=")[0], override.value()
+    values = value.list if isinstance(value, ChoiceSweep) else []
+    if (
+        not re.fullmatch(r"[A-Za-z_][\w.-]*", key)
+        or key.split(".")[0] in _NEVER_SEARCHED
+        or key in ("data.root", "data.download")
+        or grants_in(key, None)
+        or any(grants_in(key, inner) for inner in values)
+    ):
         raise ConfigError(
             f"{key!r} cannot be searched: trials may differ only in keys that change training"
         )
@@ -191,7 +190,7 @@ def _space(swept: Sequence[Override], options: SearchConfig) -> dict[str, BaseDi
     """
     words = [*parse_overrides(options.space), *swept]
     for word in words:
-        _check_searched(str(word.input_line).partition("=")[0])
+        _check_searched(word)
     space = {str(each.get_key_element()): _distribution(each) for each in words}
     if not space:
         raise ConfigError(
@@ -270,6 +269,12 @@ def _storage(text: str | None, folder: Path) -> str | BaseStorage:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
+    for name in ("study.db", "study.log"):
+        if (folder / name).is_symlink():
+            raise ConfigError(
+                f"{folder / name} is a link, which may lead to a file of another program: remove "
+                f"it, or set search.storage= to the URL of a database"
+            )
     if text is None:
         return f"sqlite:///{folder.resolve() / 'study.db'}"
     if text == "journal":

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import Parameter
 
-from hybridtrain._base.files import write_atomically
+from hybridtrain._base.files import open_to_append, write_atomically
 from hybridtrain.cli.commands.check import check_job, refuse_launcher
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import NAMING
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
 from hybridtrain.cli.config.overrides import given_keys, hydra_quoted
+from hybridtrain.cli.config.places import check_places, is_within
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
 from hybridtrain.cli.config.schema import LOADER_KEYS, SubmitConfig
 from hybridtrain.cli.run.build import build_options
@@ -110,6 +111,7 @@ def _run_of(settings: Settings) -> JobRun:
 
 
 def _script_of(settings: Settings, layout: JobLayout) -> str:
+    check_places("submit", settings.config, settings.overrides, settings.files)
     return batch_script(_run_of(settings), settings.config.submit, layout)
 
 
@@ -130,6 +132,7 @@ def check_run(settings: Settings) -> None:
         UserError: a value of the config is wrong, or the run directory is not writable.
     """
     config = settings.config
+    check_places("submit", config, settings.overrides, settings.files)
     leave_out_leftovers(settings)
     with naming(NAMING):
         options = build_options(config)
@@ -198,7 +201,7 @@ def _write_sweep(file: Path, lines: Sequence[str]) -> None:
     Raises:
         UserError: another submit has added lines since, so our line numbers would be wrong.
     """
-    with file.with_suffix(".lock").open("w") as lock:
+    with open_to_append(file.with_suffix(".lock")) as lock:
         with suppress(OSError):  # some file systems, such as Lustre, may not support locks
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         written_lines = _sweep_lines(file)
@@ -219,6 +222,8 @@ def _send(run: JobRun, script: str, lines: Sequence[str], layout: JobLayout) -> 
             "script, and submit.to=torchrun prints the command for each node"
         )
     path = run.folder / _SCRIPT
+    if not is_within(path.parent, run.folder):
+        raise ConfigError(f"{path.parent} is a link to another place: remove it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, script)

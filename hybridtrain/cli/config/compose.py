@@ -19,15 +19,15 @@ from omegaconf.errors import OmegaConfBaseException
 from hybridtrain.cli.config.explain import explain
 from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.leftovers import leftovers_of
-from hybridtrain.cli.config.option_files import register, register_file, store_option
+from hybridtrain.cli.config.option_files import recipe_tree, register, register_file, store_option
 from hybridtrain.cli.config.overrides import (
     given_keys,
     given_recipe,
-    hydra_quoted,
     parse_overrides,
     with_texts,
     with_wrappers,
 )
+from hybridtrain.cli.config.places import ConfigFile, check_run_keys
 from hybridtrain.cli.config.run_name import default_run_name
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.config.tree import flat_keys, to_config
@@ -51,12 +51,14 @@ class Composition:
         tree: the same as plain dicts, with interpolations (`${...}`) as text.
         recipe: the recipe in the command line: a name, a path, or None.
         leftovers: for each group, keys from an option or recipe for a `_target_` that was replaced.
+        files: the recipe's file, if the command line names one.
     """
 
     config: Config
     tree: dict[str, Any]
     recipe: str | None = None
     leftovers: dict[str, list[str]] = field(default_factory=dict)
+    files: tuple[ConfigFile, ...] = ()
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:
@@ -122,17 +124,12 @@ def compose_settings(
             f"the recipe wants to run code from {', '.join(config.allow_targets)}: if you trust "
             f"it, add allow_targets=[{','.join(config.allow_targets)}] to the command line"
         )
-    if config.push_to and "push_to" not in given_keys(overrides):
-        raise ConfigError(
-            f"the recipe wants to upload the model to {config.push_to!r}: to allow that, add "
-            f"push_to={config.push_to} to the command line"
-        )
-    if config.output and "output" not in given_keys(overrides):
-        raise ConfigError(
-            f"the recipe wants to write predictions to {config.output!r}: to allow that, add "
-            f"output={hydra_quoted(str(config.output))} to the command line"
-        )
-    return Composition(config, tree, recipe, leftovers_of(tree, overrides, choices.get("recipe")))
+    chosen, files = choices.get("recipe"), ()
+    if base is None:
+        if recipe is not None:
+            files = (ConfigFile(f"recipe={recipe}", recipe_tree(str(chosen))),)
+        check_run_keys(config, overrides, files)
+    return Composition(config, tree, recipe, leftovers_of(tree, overrides, chosen), files)
 
 
 def _let_one_length_replace_the_other(trainer: Any, given: Sequence[str]) -> None:

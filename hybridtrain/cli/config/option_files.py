@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, cast
 
 from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -59,6 +60,14 @@ class _Recipes(dict[str, ConfigNode]):
         if not isinstance(recipe.node, DictConfig):
             recipe.node = _parsed(recipe.node.read_text())
         return recipe
+
+
+def recipe_tree(name: str) -> dict[str, Any]:
+    """Returns a registered recipe, with interpolations as text; empty: it is in a config folder."""
+    recipes = ConfigStore.instance().repo["recipe"]
+    if f"{name}.yaml" not in recipes:
+        return {}
+    return cast(dict[str, Any], OmegaConf.to_container(recipes[f"{name}.yaml"].node))
 
 
 def register_file(override: str) -> str:

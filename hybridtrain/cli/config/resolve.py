@@ -33,6 +33,7 @@ from hybridtrain.cli.config.changes import (
 from hybridtrain.cli.config.compose import Composition, compose_settings
 from hybridtrain.cli.config.moved_base import follow_moved_base
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides
+from hybridtrain.cli.config.places import ConfigFile, check_places
 from hybridtrain.cli.config.run_name import (
     check_run_name,
     literal_names,
@@ -40,6 +41,7 @@ from hybridtrain.cli.config.run_name import (
     naming_overrides,
 )
 from hybridtrain.cli.config.saved_run import (
+    check_is_run,
     check_recipe,
     config_of_run,
     invalid_config,
@@ -53,7 +55,7 @@ from hybridtrain.cli.config.tree import flat_keys, to_config, to_tree
 from hybridtrain.errors import ConfigError
 
 # The overrides that an option is composed with, in addition to its group and the recipe.
-_TRUST = ("allow_targets", "hydra.", "push_to", "output=")
+_TRUST = ("allow_targets", "hydra.", "push_to", "output=", "output_dir=")
 
 
 @dataclass
@@ -72,6 +74,7 @@ class Settings:
         moved: keys with the new location of the run's adapter base.
         notes: lines for the log.
         config_dir: a folder with more groups and options, from the command line.
+        files: the files of the config: the recipe, or the run's config.
         quiet: the terminal shows only warnings, errors and the result.
         dry_run: the run leaves nothing behind, so only the terminal's tracker reports it.
     """
@@ -86,6 +89,7 @@ class Settings:
     moved: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     config_dir: str | None = None
+    files: Sequence[ConfigFile] = ()
     quiet: bool = False
     dry_run: bool = False
 
@@ -105,8 +109,18 @@ def resolve_settings(
         run_name: in a sweep, the name of this run.
 
     Raises:
-        ConfigError: an override is wrong, or would turn the existing run into a different one.
+        ConfigError: an override is wrong, would turn the existing run into a different one, or a
+            file says what only the command line may say (`check_places`).
     """
+    settings = _resolved(command, overrides, config_dir, run_name)
+    check_places(command, settings.config, overrides, settings.files)
+    return settings
+
+
+def _resolved(
+    command: str, overrides: Sequence[str], config_dir: str | None, run_name: str | None
+) -> Settings:
+    """Returns the settings without the checks of `check_places`."""
     keys = given_keys(overrides)
     error, composed = None, None
     names = literal_names(overrides)  # avoids a composition, which takes some tenths of a second
@@ -131,12 +145,19 @@ def resolve_settings(
     if saved is None or (command == "train" and not begun and "recipe" in keys):
         if error is not None:
             raise error
+        if saved is not None:
+            check_is_run(saved, run)
         if composed is None:  # the file vanished in the meantime
             composed = compose_settings(overrides, config_dir)
             _run_of(command, composed.config, keys, run_name)
         texts = from_environment(composed.tree)
         return Settings(
-            composed.config, list(overrides), texts, composed.leftovers, config_dir=config_dir
+            composed.config,
+            list(overrides),
+            texts,
+            composed.leftovers,
+            config_dir=config_dir,
+            files=composed.files,
         )
     of_run = config_of_run(saved, run)
     if composed is not None and "recipe" in keys:
@@ -252,13 +273,13 @@ def _on_top_of(
         (not composed.leftovers and not any(differences(of_run, composed.config)))
         or _holds_for_run(composed, others, base, recipe)
     ):
-        source = composed
+        source, files = composed, [*composed.files]
         tree = dict(source.tree)
         # not from the recipe, because these belong to the command
         tree |= {name: value for name, value in _of_no_command().items() if name not in keys}
         leftovers = {name: names for name, names in source.leftovers.items() if name in keys}
     else:
-        source = compose_settings(others, config_dir, base=base)
+        source, files = compose_settings(others, config_dir, base=base), []
         tree, leftovers = dict(source.tree), dict(source.leftovers)
     # The recipe's keys override a selected option, as when the run started.
     for group, values in source.tree.items() if source is not composed else ():
@@ -269,6 +290,7 @@ def _on_top_of(
             of_group += [o for o, k in zip(overrides, keys, strict=True) if k.startswith(_TRUST)]
             chosen = compose_settings(of_group, config_dir)
             tree[group] = chosen.tree[group]
+            files += [ConfigFile(f.name, {group: f.tree.get(group)}) for f in chosen.files]
             leftovers |= {name: found for name, found in chosen.leftovers.items() if name == group}
     _put_overrides(base, tree, others)
     base |= {name: tree[name] for name in OF_THE_COMMAND if name in tree}
@@ -295,6 +317,11 @@ def _on_top_of(
         of_run,
         list(differences(of_run, config)),
         config_dir=config_dir,
+        # an option that the command line selects replaces the group of the run
+        files=[
+            ConfigFile(f"{run}/config.yaml", {k: v for k, v in saved.items() if k not in keys}),
+            *files,
+        ],
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from itertools import compress
 from pathlib import Path
 
+from hybridtrain.cli.config.names import check_name, plain
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides, with_texts
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.errors import ConfigError
@@ -35,6 +36,7 @@ def check_run_name(run_name: str) -> None:
         raise ConfigError(
             f"run_name={run_name!r} has a control or invisible character: set another name"
         )
+    check_name("run_name", run_name, "run")
     longest = max(len(os.fsencode(name)) for name in names)
     if longest > LONGEST_NAME:
         raise ConfigError(
@@ -67,10 +69,10 @@ def default_run_name(recipe: str | None) -> str:
         return "run"
     path = Path(recipe)
     if path.suffix not in (".yaml", ".yml"):
-        return shortened(recipe.replace("/", "-"))
+        return shortened(plain(recipe.replace("/", "-")))
     full, here = path.resolve(), Path.cwd().resolve()
     relative = full.relative_to(here) if full.is_relative_to(here) else full.relative_to("/")
-    return shortened("-".join(relative.with_suffix("").parts))
+    return shortened(plain("-".join(relative.with_suffix("").parts)))
 
 
 def naming_overrides(overrides: Sequence[str]) -> list[str]:

@@ -32,19 +32,28 @@ def read_config(path: Path) -> dict[str, Any] | None:
     return {str(key): value for key, value in tree.items()}
 
 
+def check_is_run(saved: Mapping[str, Any], run: Path) -> None:
+    """Checks that a config.yaml is that of a run, which a new run may replace.
+
+    Raises:
+        ConfigError: it is truncated, or the file of another program.
+    """
+    missing = [name for name in _GROUPS if not isinstance(saved.get(name), dict)]
+    missing += [f"{name}._target_" for name in OPEN_GROUPS if "_target_" not in saved.get(name, {})]
+    if missing:
+        raise ConfigError(
+            f"{run}/config.yaml has no {missing[0]}, so it is not the config of a run, or empty or "
+            f"truncated: restore it, or set another run_name="
+        )
+
+
 def config_of_run(saved: Mapping[str, Any], run: Path) -> Config:
     """Returns the config of a run, its interpolations resolved.
 
     Raises:
         ConfigError: the file is truncated, or has an unknown key or a value of a wrong type.
     """
-    missing = [name for name in _GROUPS if not isinstance(saved.get(name), dict)]
-    missing += [f"{name}._target_" for name in OPEN_GROUPS if "_target_" not in saved.get(name, {})]
-    if missing:
-        raise ConfigError(
-            f"{run}/config.yaml has no {missing[0]}, so it is empty or truncated: restore it, or "
-            f"set another run_name="
-        )
+    check_is_run(saved, run)
     try:
         return to_config(saved)
     except OmegaConfBaseException as error:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 from hybridtrain import observe
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import unknown_key
+from hybridtrain.cli.config.names import check_name
 from hybridtrain.cli.config.schema import AUTO, GROUP_KEYS, WRAPPER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
@@ -224,7 +225,7 @@ def build_metrics(
         chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
     if not isinstance(chosen, Mapping):
         chosen = {name: name for name in chosen}
-    _refuse_nameless("trainer.metrics", "metric", chosen)
+    _check_names("trainer.metrics", "metric", chosen)
     for name, metric in chosen.items():
         if isinstance(metric, Mapping):
             continue
@@ -346,6 +347,8 @@ def _check_rules(
     for number, rule in enumerate(rules):
         if not isinstance(rule, Mapping) or "match" not in rule:
             raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
+        if "name" in rule:
+            check_name(f"optim.groups.{number}.name", rule["name"], "parameter group")
         for key in rule:
             if "_target_" not in rule and key not in ("match", "name", *settings):
                 raise ConfigError(
@@ -465,14 +468,14 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
                 f"callbacks={{ema: {{decay: 0.999}}}}"
             )
         chosen = dict.fromkeys(chosen)
-    _refuse_nameless("callbacks", "callback", chosen)
+    _check_names("callbacks", "callback", chosen)
     return [
         instantiate.build(
             f"callbacks.{name}",
             _with_target(f"callbacks.{name}", settings, CALLBACKS),
             Callback,
             config.allow_targets,
-            defaults={"directory": directory.path / name},
+            defaults={"directory": directory.folder(name)},
         )
         for name, settings in chosen.items()
     ]
@@ -496,7 +499,7 @@ def build_trackers(
     if config.monitor.report:
         observe.check_installed()
     run, chosen = directory.path, config.monitor.chosen()
-    _refuse_nameless("monitor", "tracker", chosen)
+    _check_names("monitor", "tracker", chosen)
     named = {name: tracker.path for name, tracker in TRACKERS.items()}
     named["profile"] = CALLBACKS["profile"]
     callbacks: list[Callback] = []
@@ -506,7 +509,7 @@ def build_trackers(
         if name in TRACKERS:
             defaults |= {"title": run.name, "path": run / f"metrics.{name}"}
         elif name == "profile":
-            defaults = {"directory": run / name}
+            defaults = {"directory": directory.folder(name)}
         arguments = _with_target(key, None if settings is True else settings, named)
         if name == "progress":
             skipped = quiet
@@ -527,13 +530,15 @@ def _makes_tracker(
     return not isinstance(target, type) or issubclass(target, Tracker)
 
 
-def _refuse_nameless(key: str, what: str, chosen: Mapping[str, Any]) -> None:
-    """Rejects a `_target_` where the mapping must have names."""
+def _check_names(key: str, what: str, chosen: Mapping[str, Any]) -> None:
+    """Checks that the mapping has names, and that they are plain."""
     if (target := chosen.get("_target_")) is not None:
         raise ConfigError(
             f"{key}._target_={target}: give the {what} a name, such as "
             f"{key}={{mine: {{_target_: {target}}}}}"
         )
+    for name in chosen:
+        check_name(key, name, what, folder=key != "trainer.metrics")
 
 
 def _with_target(key: str, settings: Any, named: Mapping[str, str]) -> dict[str, Any]:

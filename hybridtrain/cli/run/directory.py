@@ -37,6 +37,7 @@ from tqdm.contrib import DummyTqdmFile
 from hybridtrain._base.files import json_lines, open_to_append, write_atomically
 from hybridtrain._base.text_table import in_log, printable
 from hybridtrain.checkpoint import CheckpointStore, step_of
+from hybridtrain.cli.config.places import is_within
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.config.tree import to_yaml
 from hybridtrain.cli.run.colour import bold
@@ -174,6 +175,13 @@ class _LogFile(logging.FileHandler):
 _log = logging.getLogger(__name__)
 
 
+FOLDERS = ("checkpoints", "export", "logs", "predictions", "wandb", "slurm")
+"""The folders of a run that are not named after a callback."""
+
+# What a run replaces without a look at its content, after it has written config.yaml.
+_FILES = ("overrides.yaml", "summary.json", "timeline.json", "timeline.png", "report.html")
+
+
 class RunDirectory:
     """The directory of one run.
 
@@ -189,6 +197,36 @@ class RunDirectory:
         self.plan = self.path / "plan.yaml"
         self._log_file: RunLog | None = None
 
+    def folder(self, name: str) -> Path:
+        """Returns a folder of the run, for files that a later attempt adds or removes.
+
+        Raises:
+            ConfigError: it is a link to another place.
+        """
+        folder = self.path / name
+        if not is_within(folder, self.path):
+            raise ConfigError(
+                f"{folder} is a link to {os.readlink(folder)}, outside the run directory, which "
+                f"may be someone else's: remove the link, or set another run_name="
+            )
+        return folder
+
+    def check_files(self) -> None:
+        """Checks that a run may write here: no file of another program would be replaced.
+
+        Raises:
+            ConfigError: a folder of the run is a link to another place, or a file is not a run's.
+        """
+        for name in FOLDERS:
+            self.folder(name)
+        if not (self.path / "config.yaml").exists():
+            foreign = [name for name in _FILES if (self.path / name).is_file()]
+            if foreign:
+                raise ConfigError(
+                    f"{self.path / foreign[0]} exists, but {self.path} is not the directory of a "
+                    f"run (it has no config.yaml): move the file, or set another run_name="
+                )
+
     def plan_to_write(self) -> Path:
         """Returns the file for a new plan; a run that has begun keeps its plan."""
         begun = CheckpointStore(self.checkpoints).steps()
@@ -198,20 +236,22 @@ class RunDirectory:
         """Raises the error of `create` early, if it is foreseeable, and creates nothing.
 
         Raises:
-            ConfigError: the directory cannot be created or is not writable.
+            ConfigError: the directory cannot be created or is not writable, or `check_files` fails.
         """
         existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not existing.is_dir():
             raise self._unwritable(f"{existing} is a file")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise self._unwritable("Permission denied")
+        self.check_files()
 
     def create(self) -> None:
         """Creates the directory; every process calls it, because each has a log in it.
 
         Raises:
-            ConfigError: the directory cannot be created or is not writable.
+            ConfigError: the directory cannot be created or is not writable, or `check_files` fails.
         """
+        self.check_files()
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -14,9 +14,16 @@ from typing import Any
 
 import yaml
 
-from hybridtrain._base.files import json_lines, read_json, reading, write_atomically
+from hybridtrain._base.files import (
+    check_replaceable,
+    json_lines,
+    read_json,
+    reading,
+    write_atomically,
+)
 from hybridtrain._base.text_table import in_one_line, markdown_table, text_table
 from hybridtrain.cli.config.overrides import hydra_quoted, parse_overrides, read_overrides
+from hybridtrain.cli.config.places import grants
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.observe import RunSettings, that_differ
 
@@ -27,18 +34,6 @@ OUTPUT_DIR = "outputs"
 """The folder in which commands look up runs by name."""
 
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
-
-
-# Keys that let a command run code, or act outside the run.
-_GRANTS = (
-    "allow_targets",
-    "hydra.",
-    "search.launcher",
-    "search.storage",
-    "submit.",
-    "push_to",
-    "output=",
-)
 
 
 @dataclass
@@ -106,6 +101,8 @@ def write_table(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
         columns = _columns(lines)
         csv.writer(file).writerow(columns)
         csv.writer(file).writerows([line.get(column) for column in columns] for line in lines)
+    begin = (b"run,", b"run\r", b"| run |", b"|run|")
+    check_replaceable(path, lambda head: head.startswith(begin), "a table of results")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, file.getvalue())
@@ -147,7 +144,7 @@ def best_run(
     wanted = "-" * (mode == "max") + key
     run = sorted_runs(compared, wanted)[0]
     # users paste the command, and a run directory must never grant permissions
-    left_out = [o for o in run.overrides if o.lstrip("+~").startswith(_GRANTS)]
+    left_out = [o for o in run.overrides if grants(o)]
     words = [
         o
         for o in run.overrides

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -97,9 +98,17 @@ class Profile(Callback):
         self._directory.mkdir(parents=True, exist_ok=True)
         name = f"rank_{rank}_steps_{self._first}_to_{step}"
         if self._memory and torch.cuda.is_available():
-            write_cuda_memory(self._directory / f"{name}.memory.pickle")
+            snapshot = self._directory / f"{name}.memory.pickle"
+            snapshot.unlink(missing_ok=True)  # not through a link
+            write_cuda_memory(snapshot)
         path = self._directory / f"{name}.pt.trace.json"
-        profiler.export_chrome_trace(str(path))
+        # The profiler would write through a link, and a run directory may be someone else's.
+        temporary = path.with_name(f".{uuid4().hex}.{path.name}")
+        try:
+            profiler.export_chrome_trace(str(temporary))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         if rank == 0:
             _log.info("wrote the profiler trace to %s", path)
 

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain._base.files import reading, write_atomically
+from hybridtrain._base.files import check_replaceable, reading, write_atomically
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import ConfigError
 from hybridtrain.observe.confusion import MOST_CLASSES, confusion_of, is_confusion
@@ -45,6 +45,13 @@ def check_installed() -> None:
         raise ConfigError(
             f"a report needs {' and '.join(missing)}: pip install 'hybridtrain[report]'"
         )
+
+
+# of a page, and of the pages of version 0.2.0
+_MARKS = (
+    b'<meta name="generator" content="hybridtrain">',
+    b":root { --back: #fff; --ink: #1c1c1c;",
+)
 
 
 def write_report(directories: Sequence[str | Path], path: str | Path | None = None) -> Path:
@@ -87,6 +94,7 @@ def write_report(directories: Sequence[str | Path], path: str | Path | None = No
         colours=charts.RUN_COLOURS,
     )
     path = Path(path)
+    check_replaceable(path, lambda head: any(mark in head for mark in _MARKS), "a report")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, page)

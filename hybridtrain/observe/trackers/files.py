@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from hybridtrain._base.files import atomic_file, entries_of, open_to_append
+from hybridtrain._base.files import atomic_file, check_replaceable, entries_of, open_to_append
 from hybridtrain.loop import Run, Tracker
 
 Entry = dict[str, Any]
@@ -25,16 +25,21 @@ class MetricsFile(Tracker):
     Each object has "step", "time" (seconds since 1970) and the values by tag. NaN and infinities
     are `null`, because JSON has neither, and pandas reads `null` as NaN. Each line is flushed, so a
     killed run loses at most the line it was writing.
+
+    Raises:
+        ConfigError: the file exists and is not a metrics file. Nothing is removed from it.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._check()
         self._file: TextIO | None = None
         self._first_step = -1
 
     def on_start(self, run: Run) -> None:
         """Opens the file: empty at step 0, otherwise keeping its lines up to this step."""
         self._first_step = run.step
+        self._check()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if run.step == 0:
             self.path.unlink(missing_ok=True)
@@ -66,6 +71,14 @@ class MetricsFile(Tracker):
         with suppress(OSError):
             if file is not None:
                 file.close()
+
+    def _check(self) -> None:
+        """Checks that the file to replace is a metrics file."""
+        check_replaceable(self.path, self._is_head, "a metrics file")
+
+    def _is_head(self, head: bytes) -> bool:
+        """Returns whether a file begins like a metrics file."""
+        return head.startswith(b'{"step":') or any(self._entries(iter(head.splitlines())))
 
     def _text(self, entry: Entry) -> str:
         """Formats an entry as a line."""
@@ -121,6 +134,9 @@ class CSVFile(MetricsFile):
         """Opens the file, see `MetricsFile.on_start`."""
         self._columns = []
         super().on_start(run)
+
+    def _is_head(self, head: bytes) -> bool:
+        return head.startswith((b"step,time,", b"step,time\n"))
 
     def _text(self, entry: Entry) -> str:
         return _comma_separated([entry.get(column) for column in self._columns])

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from PIL import Image
 
+from hybridtrain.errors import ConfigError
 from hybridtrain.observe.trackers.queued import QueuedTracker, flat
 from hybridtrain.options import names_checked
 
@@ -70,7 +72,7 @@ class MLflow(QueuedTracker):
         store = self._uri
         if store is None and mlflow.is_tracking_uri_set():
             store = mlflow.get_tracking_uri()
-        if store is None:
+        if is_beside_run := store is None:
             store = _new_or_known(where / "mlflow.db")
         self._client = mlflow.MlflowClient(tracking_uri=store)
         run = self._run_of(run_id) if run_id else None
@@ -81,6 +83,9 @@ class MLflow(QueuedTracker):
             artifacts = (where / "mlruns").as_uri() if in_database else None
             experiment = self._experiment_id(artifacts)
             run = self._client.create_run(experiment, tags=self._tags, run_name=self.run_name)
+        if is_beside_run:
+            # whoever made the folder of runs has chosen it, and MLflow sends credentials there
+            _refuse_elsewhere(str(run.info.artifact_uri), where / "mlflow.db")
         self._run_id = run.info.run_id
         self._client.update_run(self._run_id, status="RUNNING")
         new = [(key, value) for key, value in flat(config) if key not in run.data.params]
@@ -146,8 +151,25 @@ class MLflow(QueuedTracker):
         return self._newest[tag]
 
 
+def _refuse_elsewhere(artifacts: str, store: Path) -> None:
+    """Raises a ConfigError if the artifacts of a run would leave this machine."""
+    if urlsplit(artifacts).scheme not in ("", "file"):
+        raise ConfigError(
+            f"{store} sends artifacts to {artifacts}: if you trust it, set MLFLOW_TRACKING_URI to "
+            f"sqlite:///{store}"
+        )
+
+
 def _new_or_known(path: Path) -> str:
-    """Returns the URI of a store in a file, creating it atomically for concurrent runs."""
+    """Returns the URI of a store in a file, creating it atomically for concurrent runs.
+
+    Raises:
+        ConfigError: it is a link, to a database of another program perhaps.
+    """
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a link: set MLFLOW_TRACKING_URI to sqlite:///{os.readlink(path)} to use it"
+        )
     if not path.exists():
         import mlflow
 
