@@ -229,13 +229,16 @@ def test_no_name_begins_a_line_of_a_log_or_of_a_table(
     accuracy = {"_target_": "torchmetrics.classification.MulticlassAccuracy", "num_classes": 10}
     recipe = {"defaults": ["digits"], "trainer": {"metrics": {f"acc{end}forged": accuracy}}}
     Path("r.yaml").write_text(json.dumps(recipe))
-    assert main(["recipe=r.yaml", *SMALL[1:], "run_name=r"]) == 0
-    assert main(["evaluate", "run_name=r"]) == 0
+    assert main(["recipe=r.yaml", *SMALL[1:], "run_name=r"]) == 2
+    refused = capfd.readouterr().err
+    assert main(["recipe=digits", *SMALL[1:], "run_name=r"]) == 0
+    summary = json.loads(Path("outputs/r/summary.json").read_text())
+    summary["eval"][f"acc{end}forged"] = 1.0
+    Path("outputs/r/summary.json").write_text(json.dumps(summary))
     assert main(["results", "r", "output=table.md"]) == 0
     said = capfd.readouterr()
-    shown = said.out + said.err + Path("table.md").read_text()
-    shown += Path("outputs/r/logs/rank_000.log").read_text(encoding="utf-8")
-    assert "forged" in shown
+    shown = refused + said.out + said.err + Path("table.md").read_text()
+    assert shown.count("forged") >= 3
     assert not [line for line in shown.splitlines() if line.lstrip("| ").startswith("forged")]
 
 

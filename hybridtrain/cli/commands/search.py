@@ -28,7 +28,7 @@ from hybridtrain._base.text_table import in_one_line
 from hybridtrain.cli.config.changes import OF_THE_COMMAND
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.overrides import given_keys, hydra_quoted, parse_overrides
-from hybridtrain.cli.config.places import check_places, grants_in
+from hybridtrain.cli.config.places import check_places, is_searched
 from hybridtrain.cli.config.run_name import check_run_name, shortened
 from hybridtrain.cli.config.schema import Config, SearchConfig
 from hybridtrain.cli.run.lock import RunLock
@@ -64,8 +64,8 @@ def search(overrides: Sequence[str], config_dir: str | None = None) -> int:
     fixed = [str(each.input_line) for each in parsed if not each.is_sweep_override()]
     composed = compose_settings(fixed, config_dir)
     config, options = composed.config, composed.config.search
-    for command in ("search", "train"):  # a trial checks places in its own run directory
-        check_places(command, config, fixed, composed.files, of_run=False)
+    for name in ("search", "train"):  # a trial checks places in its own run directory
+        check_places(name, config, fixed, composed.files, of_run=False)
     space = _space([each for each in parsed if each.is_sweep_override()], options)
     metric, mode = _criterion(config)
     # A run_name may be group/name, and the names of trials have two parts as well.
@@ -131,9 +131,7 @@ def _check_searched(override: Override) -> None:
     if (
         not re.fullmatch(r"[A-Za-z_][\w.-]*", key)
         or key.split(".")[0] in _NEVER_SEARCHED
-        or key in ("data.root", "data.download")
-        or grants_in(key, None)
-        or any(grants_in(key, inner) for inner in values)
+        or not all(is_searched(key, inner) for inner in (None, *values))
     ):
         raise ConfigError(
             f"{key!r} cannot be searched: trials may differ only in keys that change training"

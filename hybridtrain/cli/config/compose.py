@@ -124,7 +124,8 @@ def compose_settings(
             f"the recipe wants to run code from {', '.join(config.allow_targets)}: if you trust "
             f"it, add allow_targets=[{','.join(config.allow_targets)}] to the command line"
         )
-    chosen, files = choices.get("recipe"), ()
+    chosen = choices.get("recipe")
+    files: tuple[ConfigFile, ...] = ()
     if base is None:
         if recipe is not None:
             files = (ConfigFile(f"recipe={recipe}", recipe_tree(str(chosen))),)

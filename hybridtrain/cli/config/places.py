@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridtrain.cli.config.names import check_name
 from hybridtrain.cli.config.overrides import hydra_quoted, parse_overrides, shell_quoted
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.config.tree import to_tree
@@ -37,9 +38,10 @@ class Place:
         does: read, write, send, run or trust.
         what: the file, service or command, for the documentation and for messages.
         file: what a recipe, an option or the config of a run may set: `READ`, `RUN_DIRECTORY`,
-            `WORKING_DIRECTORY`, `OPTION`, `NAME` (see
-            `check_run_name`) or `NOTHING`. The command line may set anything.
+            `WORKING_DIRECTORY`, `OPTION`, `NAME` (see `check_name`) or `NOTHING`. The command line
+            may set anything.
         commands: the commands that use them; none: all.
+        searched: whether `search.space` may have them. A trial gets its values as overrides.
     """
 
     keys: tuple[str, ...]
@@ -47,6 +49,7 @@ class Place:
     what: str
     file: str = READ
     commands: tuple[str, ...] = ()
+    searched: bool = False
 
 
 # The commands that construct the trackers and call the callbacks of a run.
@@ -114,14 +117,30 @@ PLACES = (
     Place(("allow_targets",), "trust", "packages whose code may run", NOTHING),
     Place(("recipe", "hardware"), "read", "YAML files"),
     Place(("resume", "init_from"), "read", "checkpoints and weights, or a model of the Hub"),
-    Place(("pipeline.split", "pipeline.schedule"), "read", "a plan, or a schedule as CSV"),
+    Place(
+        ("pipeline.split", "pipeline.schedule"),
+        "read",
+        "a plan, or a schedule as CSV",
+        searched=True,
+    ),
     Place(
         ("data.path", "data.eval_path", "data.predict_path", "data.chat_template"),
         "read",
         "the data, or a data set of the Hub",
+        searched=True,
     ),
-    Place(("data.tokenizer",), "read", "a tokenizer: a file, a folder, or a name on the Hub"),
-    Place(("model.source",), "read", "the config of a model: a folder, or a name on the Hub"),
+    Place(
+        ("data.tokenizer",),
+        "read",
+        "a tokenizer: a file, a folder, or a name on the Hub",
+        searched=True,
+    ),
+    Place(
+        ("model.source",),
+        "read",
+        "the config of a model: a folder, or a name on the Hub",
+        searched=True,
+    ),
 )  # fmt: skip
 """The table. A key that is not in it names no file, folder, address or command."""
 
@@ -187,7 +206,7 @@ def check_run_keys(
 def _check(
     place: Place, config: Config, overrides: Sequence[str], files: Sequence[ConfigFile]
 ) -> None:
-    if place.file in (READ, NAME):
+    if place.file == READ:
         return
     typed, run = Typed(overrides), Path(config.output_dir) / str(config.run_name)
     # an option that the command line selects may set what a recipe may not
@@ -199,6 +218,9 @@ def _check(
             or (place.file == WORKING_DIRECTORY and _is_in_working_directory(key, str(value)))
             or (place.file == RUN_DIRECTORY and is_within(Path(str(value)), run))
         ):
+            continue
+        if place.file == NAME:
+            check_name(".".join(key), value, "run")
             continue
         raise _refusal(place, key, value, files, run)
 
@@ -219,13 +241,19 @@ def grants(override: str) -> bool:
         (parsed,) = parse_overrides([override])
     except ConfigError:
         return True  # nobody knows what it says
-    return grants_in(parsed.key_or_group, None if parsed.is_delete() else parsed.value())
-
-
-def grants_in(key: str, value: Any) -> bool:
-    """Returns whether `value` at a dotted key, or a part of it, is the command line's alone."""
     limited = [place for place in PLACES if place.file not in (READ, NAME, WORKING_DIRECTORY)]
-    patterns = [pattern.split(".") for place in limited for pattern in place.keys]
+    value = None if parsed.is_delete() else parsed.value()
+    return _is_in(limited, parsed.key_or_group, value)
+
+
+def is_searched(key: str, value: Any) -> bool:
+    """Returns whether `search.space` may have `value` at a dotted key."""
+    return not _is_in([place for place in PLACES if not place.searched], key, value)
+
+
+def _is_in(places: Sequence[Place], key: str, value: Any) -> bool:
+    """Returns whether a dotted key, or a key in its value, is of one of the places."""
+    patterns = [pattern.split(".") for place in places for pattern in place.keys]
     keys = [[*key.split("."), *inner] for inner, _ in _leaves(value, ())]
     return any(_fits(names, pattern) for names in keys for pattern in patterns)
 
@@ -310,16 +338,22 @@ def _refusal(
     """Returns the error for a value that a file may not set."""
     dotted = ".".join(key)
     setters = [file.name for file in files if _has(file.tree, key)]
-    where = f" in {setters[0]}" if setters else " in a file of the config"
-    added = f"{dotted}={_as_override(value)}"
-    allowed = {
-        RUN_DIRECTORY: f"may name only a place in the run directory {run}",
-        WORKING_DIRECTORY: "may name only a folder in the working directory",
-    }.get(place.file, "may not set it")
-    does = {"write": "written", "send": "sent", "run": "run", "trust": "trusted"}[place.does]
+    where = setters[0] if setters else "a file of the config"
+    verbs = {
+        "write": "write",
+        "send": "send something",
+        "run": "choose a command to run",
+        "trust": "trust code",
+    }
+    only = {
+        RUN_DIRECTORY: f"a file may name only a place in the run directory {run}",
+        WORKING_DIRECTORY: "a file may name only a folder in the working directory that is not "
+        "hidden",
+    }.get(place.file, f"only the command line may {verbs[place.does]}")
+    added = shell_quoted(f"{dotted}={_as_override(value)}")
     return ConfigError(
-        f"{dotted}={value}{where}: the command line says what is {does} where, and a file "
-        f"{allowed}; if you want it, add {shell_quoted(added)} to the command line"
+        f"{dotted}={value} is set in {where}, but {only}: if you want it, add {added} to the "
+        f"command line"
     )
 
 
@@ -339,15 +373,11 @@ def _has(tree: Any, key: Key) -> bool:
     return tree is not None
 
 
-def table() -> list[list[str]]:
-    """Returns the table's lines for the documentation, with a head."""
-    lines = [
-        ["key", "does", "what", "the command line", "a recipe, an option, a run", "`search.space`"]
-    ]
+def table() -> str:
+    """Returns the table in Markdown, for SECURITY.md."""
+    lines = [["does", "keys", "what", "a file may set", "`search.space`"], ["---"] * 5]
     for place in PLACES:
         keys = ", ".join(f"`{key}`" for key in place.keys)
-        searched = "yes" if place.file == READ and place.keys[0].count(".") else "no"
-        if place.keys[0].startswith("search."):
-            searched = "no"
-        lines.append([keys, place.does, place.what, "anything", place.file, searched])
-    return lines
+        searched = "yes" if place.searched else "no"
+        lines.append([place.does, keys, place.what, place.file, searched])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

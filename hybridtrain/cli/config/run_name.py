@@ -9,7 +9,7 @@ from dataclasses import fields
 from itertools import compress
 from pathlib import Path
 
-from hybridtrain.cli.config.names import check_name, plain
+from hybridtrain.cli.config.names import plain
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides, with_texts
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.errors import ConfigError
@@ -36,7 +36,6 @@ def check_run_name(run_name: str) -> None:
         raise ConfigError(
             f"run_name={run_name!r} has a control or invisible character: set another name"
         )
-    check_name("run_name", run_name, "run")
     longest = max(len(os.fsencode(name)) for name in names)
     if longest > LONGEST_NAME:
         raise ConfigError(

@@ -151,7 +151,9 @@ def best_run(
         if not o.startswith(("run_name=", "output_dir=", "monitor.group=")) and o not in left_out
     ]
     words.append(f"run_name={hydra_quoted(str(run.config.get('run_name', run.name)))}")
-    if (output_dir := run.config.get("output_dir", OUTPUT_DIR)) != OUTPUT_DIR:
+    output_dir = run.config.get("output_dir", OUTPUT_DIR)
+    place = Path(str(output_dir)) / str(run.config.get("run_name", run.name))
+    if output_dir != OUTPUT_DIR and place.resolve() == run.path.resolve():
         words.append(f"output_dir={hydra_quoted(str(output_dir))}")
     if config_dir is not None:
         words += ["--config-dir", config_dir]
