@@ -3,6 +3,8 @@
 schema          the groups of a config and their keys
 keys            the names of keys in messages
 targets         the objects that a `_target_` may name
+places          which file, folder, address or command a key names, and who may set it
+names           plain names of metrics, callbacks, trackers and runs
 overrides       Hydra's grammar of overrides, and quotes
 option_files    recipes and machines: options that are files
 compose         composes overrides to a config
