@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from hybridtrain.pipeline import unscale_
+from hybridtrain.smp.bodies import refuse_in_body
 from hybridtrain.smp.runtime import current
 
 
@@ -18,7 +19,7 @@ class GradScaler(TorchGradScaler):
     """`torch.amp.GradScaler`, with one decision for all stages: any overflow skips the step.
 
     All processes of a pipeline must call `step`, `unscale_` and `update` together, as scripts do
-    anyway.
+    anyway; inside a step they raise a UserError.
 
     Args:
         device: the device type; None: this process's. A number, as the first argument of
@@ -60,6 +61,7 @@ class GradScaler(TorchGradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients of `optimizer` by the scale, and agrees on overflows."""
+        refuse_in_body("scaler.unscale_()", "after")
         if self._unscales:
             super().unscale_(optimizer)
             return
@@ -71,11 +73,13 @@ class GradScaler(TorchGradScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Calls `optimizer.step` unless a gradient of any stage has overflowed."""
+        refuse_in_body("scaler.step()", "after")
         self._make_scale()
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapts the scale after a step."""
+        refuse_in_body("scaler.update()", "after")
         self._make_scale()
         if not self.adapts and new_scale is None:
             new_scale = self.get_scale()

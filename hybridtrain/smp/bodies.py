@@ -90,6 +90,11 @@ class Body:
         self._gradient: Tensor | None = None
         self._has_backward = False
 
+    @property
+    def has_called_model(self) -> bool:
+        """Whether the body is past its call of the model: only the last stage's process runs it."""
+        return self._answered
+
     def start(self) -> Call | Result:
         """Runs the body up to its call of the model, or to its end if it does not call it."""
         worker = _idle.pop() if _idle else _Worker()
@@ -197,6 +202,29 @@ _current = _Current()
 def current_body() -> Body | None:
     """Returns the body that runs in this thread; None outside a step."""
     return _current.body
+
+
+_ADVICE = {
+    "after": "would run for every micro-batch, before its backward: call it after the step, which "
+    "completes the gradients of all micro-batches",
+    "before": "would run for every micro-batch: call it before the step",
+    "outside": "would run for every micro-batch, and after the model's call only in the process of "
+    "the last stage: call it before or after the step",
+}
+
+
+def refuse_in_body(call: str, where: str = "outside") -> None:
+    """Refuses a call in a step; to be called before anything that waits for another process.
+
+    Args:
+        call: the call, as a script has it.
+        where: `before`, `after` or `outside`: the place of the call, for the message.
+
+    Raises:
+        UserError: this thread runs a body.
+    """
+    if current_body() is not None:
+        raise UserError(f"{call} inside a step {_ADVICE[where]}")
 
 
 class _Worker:

@@ -26,7 +26,7 @@ from hybridtrain.graph import is_chain
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import Head
 from hybridtrain.smp.amp import GradScaler
-from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.bodies import current_body, refuse_in_body
 from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.division import partitioned_model
 from hybridtrain.smp.ranks import PARTIAL, whole
@@ -93,11 +93,7 @@ def refuse_optimizer_steps_in_bodies() -> None:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if current_body() is not None:
-        raise UserError(
-            "optimizer.step() inside a step would run for every micro-batch, before its backward: "
-            "call it after the step, which completes the gradients of all micro-batches"
-        )
+    refuse_in_body("optimizer.step()", "after")
 
 
 _MOVES = "smp.DistributedModel has already put it on the devices of its stages"
@@ -265,7 +261,12 @@ class DistributedModel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients inside the block without averaging them over the replicas."""
+        """Accumulates gradients inside the block without averaging them over the replicas.
+
+        Raises:
+            UserError: called inside a step.
+        """
+        refuse_in_body("model.no_sync()")  # the blocks of several bodies would end in another order
         previous_syncs, self._syncs = self._syncs, False
         try:
             yield
@@ -426,7 +427,12 @@ class DistributedModel(nn.Module):
 
     @naming(NAMING)
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the state of the whole model; all processes of a pipeline must call it."""
+        """Returns the state of the whole model; all processes of a pipeline must call it.
+
+        Raises:
+            UserError: called inside a step.
+        """
+        refuse_in_body("model.state_dict()")
         return self.net.state_dict() if self.hybrid is None else self.hybrid.state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:
@@ -452,18 +458,21 @@ class DistributedModel(nn.Module):
 
         Raises:
             ConfigError: `assign` is True.
+            UserError: called inside a step.
         """
+        refuse_in_body("model.load_state_dict()")
         if assign:
             raise ConfigError("load_state_dict(assign=True) is not supported: remove assign")
         target = self.net if self.hybrid is None else self.hybrid
         return target.load_state_dict(whole(state_dict), strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
-        if current_body() is not None:
-            raise UserError(
-                "zero_grad() inside a step would run for every micro-batch: call it before"
-            )
+        """Clears the gradients.
+
+        Raises:
+            UserError: called inside a step.
+        """
+        refuse_in_body("model.zero_grad()", "before")
         self.net.zero_grad(set_to_none)
 
     @naming(NAMING)
@@ -471,18 +480,33 @@ class DistributedModel(nn.Module):
         """Clips the L2 norm of the gradients of all stages to `max_norm`; returns the norm before.
 
         Not in smp 1.x. All processes of a pipeline must call it.
+
+        Raises:
+            UserError: called inside a step, or before the first one.
         """
+        refuse_in_body("model.clip_grad_norm_()", "after")
         return self.partitioned_hybrid().clip_grad_norm_(max_norm)
 
     @naming(NAMING)
     def grad_norm(self) -> Tensor:
-        """Returns the L2 norm of the gradients of all stages; all processes must call it."""
+        """Returns the L2 norm of the gradients of all stages; all processes must call it.
+
+        Raises:
+            UserError: called inside a step, or before the first one.
+        """
+        refuse_in_body("model.grad_norm()", "after")
         return self.partitioned_hybrid().grad_norm()
 
     # --- as in any module
 
     def train(self, mode: bool = True) -> DistributedModel:
-        """Sets training mode."""
+        """Sets training mode.
+
+        Raises:
+            UserError: changed inside a step.
+        """
+        if mode != self.training:
+            refuse_in_body(f"model.{'train' if mode else 'eval'}()", "before")
         self.training = mode
         (self.net if self.hybrid is None else self.hybrid).train(mode)
         return self
@@ -588,10 +612,11 @@ class _InDDP:
 
 def _refuse_clipping_by_own_norm(model: DistributedModel) -> None:
     """Refuses `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)` on part of a model."""
-    if model.hybrid is None or model.hybrid.world.pipeline_group is None:
-        return
     frame = sys._getframe(2)  # the caller that reads a parameter from the generator
-    if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+    if frame.f_globals.get("__name__") != "torch.nn.utils.clip_grad":
+        return
+    refuse_in_body("torch.nn.utils.clip_grad_norm_()", "after")
+    if model.hybrid is not None and model.hybrid.world.pipeline_group is not None:
         raise UserError(
             "torch.nn.utils.clip_grad_norm_ sees only the parameters of this process's stages, and "
             "would clip by a different norm in each process: call model.clip_grad_norm_(max_norm)"

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from hybridtrain.errors import ConfigError, UserError, did_you_mean, naming
 from hybridtrain.model import HybridModel
 from hybridtrain.smp.amp import GradScaler
-from hybridtrain.smp.bodies import current_body
+from hybridtrain.smp.bodies import refuse_in_body
 from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.ranks import PARTIAL, CommGroup, allgather, whole
 from hybridtrain.smp.runtime import current
@@ -88,6 +88,7 @@ class DistributedOptimizer(Optimizer):
         dynamic_loss_scale: bool = False,
         **dynamic_loss_args: Any,
     ) -> None:
+        refuse_in_body("smp.DistributedOptimizer()", "before")
         runtime = current()
         arguments = dict(
             dynamic_loss_args.pop("dynamic_loss_args", None) or {}, **dynamic_loss_args
@@ -117,8 +118,9 @@ class DistributedOptimizer(Optimizer):
         """Adds a group of parameters, before the first step.
 
         Raises:
-            UserError: the model has already been partitioned.
+            UserError: called inside a step, or the model has already been partitioned.
         """
+        refuse_in_body("optimizer.add_param_group()", "before")
         _check_not_divided("optimizer.add_param_group")
         super().add_param_group(param_group)
 
@@ -135,6 +137,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UserError: called inside a step, or with a closure and `fp16`.
         """
+        refuse_in_body("optimizer.step()", "after")  # before the norm, which waits for all stages
         if closure is not None and self.loss_scaler is not None:
             raise UserError(
                 "optimizer.step(closure) cannot be combined with fp16, which must check the "
@@ -167,16 +170,17 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UserError: called inside a step.
         """
-        if current_body() is not None:
-            raise UserError(
-                "optimizer.zero_grad() inside a step would run for every micro-batch: call it "
-                "before"
-            )
+        refuse_in_body("optimizer.zero_grad()", "before")
         super().zero_grad(set_to_none)
 
     @naming(NAMING)
     def clip_master_grads(self, max_norm: float) -> Tensor:
-        """Clips the gradient norm of all stages to `max_norm`; returns the norm before clipping."""
+        """Clips the gradient norm of all stages to `max_norm`; returns the norm before clipping.
+
+        Raises:
+            UserError: called inside a step, or before the first one.
+        """
+        refuse_in_body("optimizer.clip_master_grads()", "after")
         model = current().model
         if model is None or model.optimizer_step is None:
             raise UserError("no smp.DistributedModel exists, or it has not run a step yet")
@@ -260,7 +264,9 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             ConfigError: the parameter groups differ.
+            UserError: called inside a step.
         """
+        refuse_in_body("optimizer.load_state_dict()")
         state = whole(state_dict)
         groups = state["param_groups"]
         current_groups = Optimizer.state_dict(self)["param_groups"]

@@ -6,13 +6,16 @@
 
 With all stages in one process (`engine="local"`), pp and mp contain only this process too.
 
+In a step, a process may only communicate with processes that run the same lines of it: after the
+model's call, with the last stages of the other replicas.
+
 The module also sends messages between processes (picklable objects with tensors on any device) and
 joins the partial states of a pipeline's processes to the state of the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial, reduce
@@ -26,6 +29,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from hybridtrain._base import objects
 from hybridtrain.errors import UserError
+from hybridtrain.smp.bodies import current_body
 from hybridtrain.smp.runtime import current
 
 
@@ -197,24 +201,45 @@ def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) ->
         obj: of a type that `World.gather` supports; its tensors arrive on the receiver's device.
         dest_rank: the receiver's rank.
         rank_type: the group that `dest_rank` counts in.
+
+    Raises:
+        UserError: there is no such process, or it does not run this part of a step.
     """
-    objects.send(_packed(obj), current().object_group, _rank(dest_rank, rank_type))
+    receiver = _rank(dest_rank, rank_type)
+    _check_runs_here("smp.send()", [receiver])
+    objects.send(_packed(obj), current().object_group, receiver)
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-    """Waits for an object sent by `send` or `broadcast` of another process, and returns it."""
-    return _unpacked(objects.receive(current().object_group, _rank(src_rank, rank_type)))
+    """Waits for an object sent by `send` or `broadcast` of another process, and returns it.
+
+    Raises:
+        UserError: there is no such process, or it does not run this part of a step.
+    """
+    sender = _rank(src_rank, rank_type)
+    _check_runs_here("smp.recv_from()", [sender])
+    return _unpacked(objects.receive(current().object_group, sender))
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
-    """Sends `obj` to all other processes of `group`, which call `recv_from`."""
+    """Sends `obj` to all other processes of `group`, which call `recv_from`.
+
+    Raises:
+        UserError: called in a part of a step that one of them does not run.
+    """
+    _check_runs_here("smp.broadcast()", members(group))
     for other in members(group):
         if other != current().world.rank:
             send(obj, other)
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """Returns the objects of all processes of `group`, in the order of their ranks in it."""
+    """Returns the objects of all processes of `group`, in the order of their ranks in it.
+
+    Raises:
+        UserError: called in a part of a step that one of them does not run.
+    """
+    _check_runs_here("smp.allgather()", members(group))
     processes = object_group(group)
     if processes is None:
         return [obj]
@@ -229,9 +254,11 @@ def reduce_scatter(parts: Sequence[Any], group: CommGroup = CommGroup.WORLD) -> 
         group: the processes.
 
     Raises:
-        UserError: the number of parts is not the number of processes.
+        UserError: the number of parts is not the number of processes, or one of them does not run
+            this part of a step.
     """
     ranks = members(group)
+    _check_runs_here("smp.reduce_scatter()", ranks)
     if len(parts) != len(ranks):
         raise UserError(f"reduce_scatter needs {len(ranks)} parts, one per process: {len(parts)}")
     position = ranks.index(current().world.rank)
@@ -239,7 +266,12 @@ def reduce_scatter(parts: Sequence[Any], group: CommGroup = CommGroup.WORLD) -> 
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Returns once all processes of `group` have called it."""
+    """Returns once all processes of `group` have called it.
+
+    Raises:
+        UserError: called in a part of a step that one of them does not run.
+    """
+    _check_runs_here("smp.barrier()", members(group))
     processes = object_group(group)
     if processes is not None:
         dist.barrier(group=processes)
@@ -250,6 +282,22 @@ pp_barrier = partial(barrier, CommGroup.PP_GROUP)
 dp_barrier = partial(barrier, CommGroup.DP_GROUP)
 rdp_barrier = partial(barrier, CommGroup.RDP_GROUP)
 tp_barrier = partial(barrier, CommGroup.TP_GROUP)
+
+
+def _check_runs_here(call: str, ranks: Iterable[int]) -> None:
+    """Refuses a call in a body that waits for a process which does not run this part of it."""
+    body = current_body()
+    if body is None or not body.has_called_model:
+        return  # all processes run the lines before the model's call
+    world = current().world
+    last = world.processes_per_replica - 1
+    running = {world.rank_of(replica, last) for replica in range(world.data_parallel_size)}
+    if absent := sorted(set(ranks) - running):
+        raise UserError(
+            f"{call} in {body.name} would wait forever for rank {absent[0]}: after the model's "
+            f"call, a step runs only in the process of the last stage. Return the value, which all "
+            f"processes of the pipeline get, and call {call.partition('(')[0]} after the step"
+        )
 
 
 def _rank(rank: int, rank_type: RankType) -> int:

@@ -33,6 +33,7 @@ from hybridtrain._base.torch_private import HashStore
 from hybridtrain.errors import BatchError, ConfigError, UserError, naming
 from hybridtrain.launch import Launch, detect
 from hybridtrain.smp import config as smp_config
+from hybridtrain.smp.bodies import refuse_in_body
 from hybridtrain.smp.config import NAMING, SmpConfig, parameters_of, parse
 from hybridtrain.world import World
 
@@ -234,8 +235,13 @@ def init(config: Mapping[str, Any] | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Leaves the process groups; runs automatically when the script ends."""
+    """Leaves the process groups; runs automatically when the script ends.
+
+    Raises:
+        UserError: called inside a step.
+    """
     global _runtime
+    refuse_in_body("smp.shutdown()")
     runtime, _runtime = _runtime, None
     if runtime is None:
         return

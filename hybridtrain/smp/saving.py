@@ -43,6 +43,7 @@ from hybridtrain.checkpoint import (
 )
 from hybridtrain.errors import CheckpointError, ConfigError, naming
 from hybridtrain.model import HybridModel
+from hybridtrain.smp.bodies import refuse_in_body
 from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.model import DistributedModel
 from hybridtrain.smp.optimizer import DistributedOptimizer, LocalOptimizer
@@ -142,7 +143,9 @@ def save(
 
     Raises:
         CheckpointError: a `.parts` file exists that was not written by `smp.save`.
+        UserError: called inside a step.
     """
+    refuse_in_body("smp.save()")
     options = {} if pickle_module is None else {"pickle_module": pickle_module}
     place = pp_rank()
     if not partial and place:
@@ -239,8 +242,9 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: it cannot be written, or `user_content` contains another type.
-        UserError: the model has not been partitioned yet.
+        UserError: called inside a step, or the model has not been partitioned yet.
     """
+    refuse_in_body("smp.save_checkpoint()")
     runtime = current()
     user_content = portable(user_content, _pickled)
     chosen = model or runtime.model
@@ -288,7 +292,9 @@ def resume_from_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged or of another model.
+        UserError: called inside a step.
     """
+    refuse_in_body("smp.resume_from_checkpoint()")
     runtime = current()
     if runtime.model is None:
         raise ConfigError("call resume_from_checkpoint after creating the smp.DistributedModel")
