@@ -11,32 +11,63 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
-import types
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import hybridtrain.smp as smp
 from hybridtrain.smp import microbatches
 
 
+class _Names(MetaPathFinder, Loader):
+    """Imports this project's modules under the names that scripts use.
+
+    A finder, and not only entries of `sys.modules`, because libraries look for the names with
+    `importlib.util.find_spec`, which needs a module's `__spec__`.
+    """
+
+    def __init__(self) -> None:
+        self.modules = {"smdistributed.modelparallel.torch": smp.__name__}
+        self.packages = {"smdistributed", "smdistributed.modelparallel"}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in self.packages:
+            return ModuleSpec(fullname, self, is_package=True)
+        own = self._own_name(fullname)
+        spec = None if own is None else importlib.util.find_spec(own)
+        if spec is None:
+            return None
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, self, origin=spec.origin, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        own = self._own_name(module.__name__)
+        if own is None:
+            module.__version__ = smp.__version__  # type: ignore[attr-defined]
+        else:  # the import returns what is in `sys.modules` now
+            sys.modules[module.__name__] = importlib.import_module(own)
+
+    def _own_name(self, fullname: str) -> str | None:
+        for name, own in self.modules.items():
+            if fullname == name or fullname.startswith(f"{name}."):
+                return own + fullname.removeprefix(name)
+        return None
+
+
+_names = _Names()
+
+
 def provide_modules() -> None:
     """Makes this package importable under the names that smp scripts use."""
-    package = smp.__name__
-    library: Any = types.ModuleType("smdistributed")
-    library.modelparallel = types.ModuleType("smdistributed.modelparallel")
-    library.modelparallel.torch = smp
-    library.modelparallel.__version__ = smp.__version__
-    sys.modules |= {
-        library.__name__: library,
-        library.modelparallel.__name__: library.modelparallel,
-    }
-    for name, module in list(sys.modules.items()):
-        if name == package or name.startswith(f"{package}."):
-            sys.modules[f"smdistributed.modelparallel.torch{name.removeprefix(package)}"] = module
-    if "torchnet" not in sys.modules and importlib.util.find_spec("torchnet") is None:
-        torchnet: Any = types.ModuleType("torchnet")
-        torchnet.dataset = microbatches
-        sys.modules |= {"torchnet": torchnet, "torchnet.dataset": microbatches}
+    if _names not in sys.meta_path:
+        sys.meta_path.insert(0, _names)
+        if "torchnet" not in sys.modules and importlib.util.find_spec("torchnet") is None:
+            _names.packages.add("torchnet")
+            _names.modules["torchnet.dataset"] = microbatches.__name__
 
 
 def main() -> None:

@@ -16,6 +16,8 @@ from hybridtrain.errors import ConfigError
 
 __all__ = ["FusedLayerNorm"]
 
+__path__: list[str] = []  # an import of a submodule asks for it
+
 _MODELS = ("bert", "gpt2", "gptj", "gptneo", "gptneox", "roberta", "t5", "vit")
 _MODULES = {"huggingface", *_MODELS}
 sys.modules |= {

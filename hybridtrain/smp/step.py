@@ -249,7 +249,8 @@ class _Step:
                 return HeadOutput(value)
             if result.root is None:
                 raise UserError(
-                    f"{self._name} returned without calling model.backward(loss): run an "
+                    f"{self._name} returned without calling model.backward(loss): call it instead "
+                    f"of loss.backward(), which does not reach the other stages, or run an "
                     f"evaluation under torch.no_grad()"
                 )
             share = cut.samples[microbatch] / total if averages else 1.0
