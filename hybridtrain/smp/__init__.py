@@ -11,6 +11,7 @@ model              `DistributedModel`, partitioned when the first step calls it
 division           how it is partitioned, and which modules are recomputed
 step               `@smp.step`: a function that runs once per micro-batch
 bodies             these runs, each suspended at its call of the model
+reads              what forwards read, which a step must not change
 microbatches       splitting the arguments of a step
 optimizer          `DistributedOptimizer`; amp: `GradScaler`; optimizers: LAMB, NovoGrad
 nn                 `FusedLayerNorm`

@@ -121,6 +121,10 @@ class SmpConfig:
                 hint = did_you_mean(name, sorted(names), "settings")
                 raise ConfigError(f"{OWN_KEY}.{name} is unknown: {hint}")
         check_choice(f"{OWN_KEY}.engine", self.engine, ("local", "distributed"))
+        if type(self.own.get("broadcast_batch", False)) is not bool:
+            raise ConfigError(
+                f"{OWN_KEY}.broadcast_batch={self.own['broadcast_batch']!r} must be true or false"
+            )
 
     @property
     def inner(self) -> str:
@@ -147,6 +151,11 @@ class SmpConfig:
         """True if objects of any type are saved and loaded with pickle, which can run code."""
         return self.own.get("trust_pickles", False) is True
 
+    @property
+    def broadcasts_batch(self) -> bool:
+        """True if all processes of a pipeline use the batch of the first one."""
+        return self.own.get("broadcast_batch", False) is True
+
     def options(self, seed: int) -> PipelineOptions:
         """Returns the options of the pipeline.
 
@@ -168,7 +177,7 @@ class SmpConfig:
         return with_settings(options, settings)
 
 
-OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles")
+OWN_KEYS = ("engine", "devices", "timeout_s", "stall_s", "trust_pickles", "broadcast_batch")
 
 
 def _value(name: str, value: object) -> str:

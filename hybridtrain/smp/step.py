@@ -5,24 +5,21 @@ The file follows the order of a step. A body is one run of the function, for one
     step, _Step         starts a body per micro-batch, runs the pipeline, ends the bodies
     StepOutput          a tensor returned by the bodies, by micro-batch
     shared              sends the return values to all processes of the pipeline
-    check_...           refuses functions by their code, and by the state they change
     flags               saves and restores process-wide flags and random generators
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import logging
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.backends import cuda
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -34,7 +31,16 @@ from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
 from hybridtrain.smp.model import DistributedModel, inputs_of
-from hybridtrain.smp.ranks import CommGroup, allgather, pp_rank
+from hybridtrain.smp.ranks import CommGroup, allgather, get_mp_group, pp_rank
+from hybridtrain.smp.reads import (
+    check_attributes,
+    check_globals,
+    check_unchanged,
+    codes,
+    names_in,
+    plain_attributes,
+    values_read,
+)
 from hybridtrain.smp.runtime import current
 from hybridtrain.world import World
 
@@ -91,6 +97,17 @@ def step(
     )
 
 
+_DIFFERENT_BATCHES = (
+    "ranks {} form one pipeline, but passed different batches to {}: samples that are divided over "
+    "the processes, as by a sampler of accelerate or of transformers' Trainer, never reach the "
+    "model in all but one. Divide them over the replicas, with DistributedSampler(dataset, "
+    "num_replicas=smp.dp_size(), rank=smp.dp_rank()) or SplitDataset, and seed shuffling and "
+    "augmentation identically in all processes of a pipeline. If only the order of the samples "
+    'differs, "hybridtrain": {{"broadcast_batch": true}} in the configuration makes all of them '
+    "use the batches of smp.mp_rank() 0"
+)
+
+
 class _Step:
     """A step's function; calling it runs the step."""
 
@@ -107,7 +124,7 @@ class _Step:
         self._cutter = ArgumentCutter(function, non_split_inputs, input_split_axes)
         self._detaches = detach_outputs
         self._trains = trains
-        self._is_checked = self._follows_first = False
+        self._is_checked = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds the step to `instance` if its first parameter is `self`.
@@ -133,10 +150,11 @@ class _Step:
             raise UserError(f"{self._name} needs a model: wrap it in smp.DistributedModel first")
         if current_body() is not None:
             raise UserError(f"{self._name} is called inside another step: call it outside")
-        args, kwargs = self._batch_of_first(args, kwargs)
+        args, kwargs = self._same_batch(args, kwargs)
         cut = self._cutter.cut(args, kwargs, runtime.config.microbatches)
         first_call = not self._is_checked
         attributes = plain_attributes(model.net) if first_call else {}
+        read = values_read(model.net) if first_call else {}
         if first_call:
             if self._trains is None:
                 self._trains = names_backward(self._function)
@@ -155,12 +173,17 @@ class _Step:
                 runtime.attendance.begin()  # overlaps with the code below
             if first_call:
                 check_attributes(self._name, attributes, model.net)
+                check_unchanged(self._name, read, model.net)
             if not model.partitioned:
                 model.partition(calls[0].args, calls[0].kwargs)
             if trains:
                 runtime.attendance.finish()  # before the first message to another replica
             drawn_from = random_states(runtime.world)
+            read = values_read(model.net) if first_call else {}
             values = self._run(model, bodies, calls, cut, trains)
+            if first_call:  # of the lines after the model's call
+                names = names_in(self._function)
+                check_unchanged(self._name, read, model.net, names)
             is_done = True
         finally:
             for body in bodies:
@@ -171,31 +194,37 @@ class _Step:
         model.run_post_step_hooks()
         return collected(shared(values, runtime.world, drawn_from), cut.samples)
 
-    def _batch_of_first(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Returns the arguments with the tensors of the pipeline's first process.
+    def _same_batch(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the arguments, which must be the same in all processes of a pipeline.
 
-        They are sent only if the tensors of the first call differ between processes, for example
-        because a script shuffles with a different seed in each.
+        With `broadcast_batch`, they have the tensors of the first process. Otherwise the tensors of
+        the first call are compared here, also those on GPUs; the pipeline compares later ones.
+
+        Raises:
+            BatchError: the processes passed different batches.
         """
-        if current().world.pipeline_group is None:
+        runtime = current()
+        if runtime.world.pipeline_group is None:
             return args, kwargs
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if runtime.config.broadcasts_batch:
+            sent = allgather(tensors if pp_rank() == 0 else len(tensors), CommGroup.MP_GROUP)
+            first, *counts = sent
+            if any(count != len(first) for count in counts):
+                raise BatchError(
+                    f"{self._name} got {len(first)} tensors in the process of smp.mp_rank() 0, and "
+                    f"another number in another process of its pipeline: pass the same arguments"
+                )
+            remaining = iter(first)
+            received: tuple[Any, Any] = tree_map_only(
+                Tensor, lambda _: next(remaining), (args, kwargs)
+            )
+            return received
         if not self._is_checked:
             digest = batch_digest([tensor.cpu() for tensor in tensors])
-            self._follows_first = len(set(allgather(digest, CommGroup.MP_GROUP))) > 1
-            if self._follows_first and pp_rank() == 0:
-                log.warning(
-                    "the processes of a pipeline passed different batches to %s: only the batches "
-                    "of smp.mp_rank() 0 are used. Shard samples by smp.dp_rank() of "
-                    "smp.dp_size(), and shuffle them identically in all processes",
-                    self._name,
-                )
-        if not self._follows_first:
-            return args, kwargs
-        sent = tensors if pp_rank() == 0 else None
-        first = iter(allgather(sent, CommGroup.MP_GROUP)[0])
-        received: tuple[Any, Any] = tree_map_only(Tensor, lambda _: next(first), (args, kwargs))
-        return received
+            if len(set(allgather(digest, CommGroup.MP_GROUP))) > 1:
+                raise BatchError(_DIFFERENT_BATCHES.format(get_mp_group(), self._name))
+        return args, kwargs
 
     def _check_flags(self, before: Mapping[str, Any]) -> None:
         """Refuses process-wide flags that the function changes before it calls the model.
@@ -403,100 +432,7 @@ def names_backward(function: Callable[..., Any]) -> bool:
     It finds functions by their global or enclosed names, and as attributes of modules with such
     names.
     """
-    return any("backward" in code.co_names for code in _codes(function, set()))
-
-
-def check_globals(function: Callable[..., Any], net: nn.Module) -> None:
-    """Refuses a step that sets a global variable which a module's forward reads.
-
-    The first halves of all micro-batches run before the first forward, and stages may be in other
-    processes, so forwards would not see the value of their micro-batch.
-
-    Raises:
-        UserError: names the variable and the module.
-    """
-    stored = {
-        instruction.argval
-        for code in _codes(function, set(), depth=0)
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
-    }
-    module_globals = getattr(function, "__globals__", None)
-    for module in net.modules() if stored else ():
-        forward = type(module).forward
-        if getattr(forward, "__globals__", None) is not module_globals:
-            continue
-        if read := stored & {name for code in _codes(forward, set()) for name in code.co_names}:
-            raise UserError(
-                f"{function.__name__} sets the global variable {min(read)}, which "
-                f"{type(module).__name__}.forward reads: stages run several micro-batches at a "
-                f"time, some in other processes. Set it outside the step, or pass it to the model "
-                f"as an argument"
-            )
-
-
-def plain_attributes(net: nn.Module) -> dict[tuple[str, str], Any]:
-    """Returns the numbers, flags and strings among the attributes of `net`'s modules."""
-    return {
-        (name, key): value
-        for name, module in net.named_modules()
-        for key, value in vars(module).items()
-        if type(value) in (bool, int, float, str)
-    }
-
-
-def check_attributes(name: str, before: dict[tuple[str, str], Any], net: nn.Module) -> None:
-    """Refuses a step that has changed an attribute of a module.
-
-    Raises:
-        UserError: names the attribute.
-    """
-    for place, value in plain_attributes(net).items():
-        if before.get(place) != value:
-            attribute = ".".join(filter(None, place))
-            raise UserError(
-                f"{name} changes {attribute} of the model from {before.get(place)!r} to {value!r}: "
-                f"stages run several micro-batches at a time, some in other processes. Change it "
-                f"outside the step, or pass it to the model as an argument"
-            )
-
-
-def _codes(function: Any, seen: set[int], depth: int = 4) -> Iterator[types.CodeType]:
-    function = getattr(function, "__wrapped__", function)
-    function = getattr(function, "__func__", function)
-    if not isinstance(function, types.FunctionType) or id(function) in seen:
-        return
-    seen.add(id(function))
-    names: set[str] = set()
-    for code in _nested(function.__code__):
-        names |= set(code.co_names)
-        yield code
-    if not depth:
-        return
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    referenced = {
-        name: function.__globals__[name] for name in names if name in function.__globals__
-    }
-    for name, cell in cells:
-        try:
-            referenced[name] = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-    for value in referenced.values():
-        yield from _codes(value, seen, depth - 1)
-        if isinstance(value, types.ModuleType | type) or hasattr(value, "__dict__"):
-            owner = value if isinstance(value, types.ModuleType | type) else type(value)
-            if getattr(owner, "__name__", "").partition(".")[0] in ("torch", "numpy"):
-                continue
-            for name in names:
-                yield from _codes(getattr(owner, name, None), seen, depth - 1)
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
+    return any("backward" in code.co_names for code in codes(function))
 
 
 _FLAGS: dict[str, tuple[Any, Any]] = {

@@ -31,7 +31,7 @@ def folders(world, name, write):
     return shared, own
 
 
-def check(world, title, name, write, arguments, more=None, aliases=False, exact=True):
+def check(world, title, name, write, arguments, more=None, aliases=False, exact=True, **parameters):
     """Runs a script, goes on from its checkpoint with `more`, and compares with a plain loop.
 
     Losses are equal bitwise if they are to be `exact` and there is one replica. A tied weight's
@@ -39,10 +39,11 @@ def check(world, title, name, write, arguments, more=None, aliases=False, exact=
     """
     loss_tolerance = 0.0 if exact and world.size == 2 else TOLERANCE
     shared, own = folders(world, title, write)
-    found = aws.run(name, shared, arguments, PIPELINE, aliases=aliases)
+    parameters = {**PIPELINE, **parameters}
+    found = aws.run(name, shared, arguments, parameters, aliases=aliases)
     start = found.start
     if more is not None:
-        resumed = aws.run(name, shared, [*arguments, *more], PIPELINE, aliases=aliases)
+        resumed = aws.run(name, shared, [*arguments, *more], parameters, aliases=aliases)
         found.losses += resumed.losses
         found.weights = resumed.weights
         arguments = [*arguments, *more[:2]]
@@ -111,8 +112,15 @@ def _(world):
 @cells.add("BERT: sagemaker_smp_pretrain.py, unchanged", thorough=True)
 def _(world):
     files = {"input_dir": "input", "config_file": "config.json", "output_dir": "output"}
-    arguments = options(**files)
-    check(world, "bert", "sagemaker_smp_pretrain", aws.write_sentences, arguments, aliases=True)
+    check(
+        world,
+        "bert",
+        "sagemaker_smp_pretrain",
+        aws.write_sentences,
+        options(**files),
+        aliases=True,
+        hybridtrain={"broadcast_batch": True},  # each process shuffles with a seed of its own
+    )
 
 
 @cells.add("MNIST: pt_mnist.py, unchanged", thorough=True)
