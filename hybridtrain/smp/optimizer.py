@@ -187,6 +187,11 @@ class DistributedOptimizer(Optimizer):
         return model.optimizer_step.clip(max_norm)
 
     @property
+    def optimizer(self) -> DistributedOptimizer:
+        """The wrapped optimizer: this object itself."""
+        return self
+
+    @property
     def loss_scale(self) -> float:
         """The loss scale; 1 without `fp16`."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.get_scale()
@@ -244,7 +249,11 @@ class DistributedOptimizer(Optimizer):
         Parameters have the indices of the original optimizer. All processes of a pipeline must call
         it together, and of all replicas with `shard_optimizer_state`. With stages in several
         processes, tensors are on the CPU. With `fp16`, the state includes the loss scale.
+
+        Raises:
+            UserError: called inside a step.
         """
+        refuse_in_body("optimizer.state_dict()")
         return self._numbered(is_whole=True)
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:

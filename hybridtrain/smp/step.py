@@ -11,7 +11,6 @@ The file follows the order of a step. A body is one run of the function, for one
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -43,8 +42,6 @@ from hybridtrain.smp.reads import (
 )
 from hybridtrain.smp.runtime import current
 from hybridtrain.world import World
-
-log = logging.getLogger("hybridtrain")
 
 _SMALL = 1 << 16  # maximum bytes of a CPU tensor sent together with the enclosing structure
 

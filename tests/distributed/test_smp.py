@@ -24,6 +24,62 @@ def test_replicas_with_other_numbers_of_batches_end_with_one_clear_error(tmp_pat
     assert "drop_last=True" in output
 
 
+def test_an_optimizer_step_inside_a_step_ends_both_processes_of_a_pipeline_with_its_error(tmp_path):
+    status, output = forked_script(2, "smp_hanging.py", tmp_path, timeout=60)
+    assert status == 1, output
+    assert "rank 1" in output
+    assert "optimizer.step() inside a step would run for every micro-batch" in output
+    assert "call it after the step" in output
+
+
+# The names that a script or library may look for, and transformers with its SageMaker switch on.
+LOOKS_FOR_NAMES = """
+import importlib.util
+import sys
+
+names = [
+    "smdistributed.modelparallel.torch.nn.huggingface.gpt2",
+    "smdistributed.modelparallel.torch.nn",
+    "smdistributed.modelparallel.torch.amp",
+    "smdistributed.modelparallel.torch",
+    "smdistributed.modelparallel",
+    "smdistributed",
+]
+for name in names:  # before and after the import
+    assert importlib.util.find_spec(name) is not None, name
+    module = importlib.import_module(name)
+    assert module.__spec__ is not None, name
+    assert importlib.util.find_spec(name) is module.__spec__, name
+    assert importlib.reload(module) is module, name
+import smdistributed
+import smdistributed.modelparallel.torch as smp
+import hybridtrain.smp
+from smdistributed.modelparallel import __version__
+from torchnet.dataset import SplitDataset
+
+assert smp is hybridtrain.smp is smdistributed.modelparallel.torch
+assert smp.__spec__.name == "hybridtrain.smp"
+assert SplitDataset is smp.SplitDataset
+for name in ("smdistributed.dataparallel", "smdistributed.modelparallel.torch.missing"):
+    assert importlib.util.find_spec(name) is None, name
+from transformers import BertConfig, TrainingArguments
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
+
+assert is_sagemaker_mp_enabled()
+assert smp.is_initialized()  # by transformers
+print("the end was reached")
+"""
+
+
+def test_transformers_and_importlib_find_the_names_that_the_runner_provides(tmp_path, monkeypatch):
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"partitions": 1, "microbatches": 2}')
+    monkeypatch.setenv("SM_FRAMEWORK_PARAMS", '{"sagemaker_mpi_enabled": true}')
+    script = tmp_path / "train.py"
+    script.write_text(LOOKS_FOR_NAMES)
+    status, output = forked_script(1, "smp_unchanged.py", tmp_path, script)
+    assert (status, output.count("the end was reached")) == (0, 1), output
+
+
 def test_the_groups_of_a_single_process_are_of_it_alone(tmp_path):
     status, output = forked_script(1, "smp_alone.py", tmp_path)
     assert (status, output.count("the end was reached")) == (0, 1), output

@@ -7,6 +7,7 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from support.smp_names import CONFIG, LOSS_SCALE, REFUSED, SIGNATURES, VALUES
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 import hybridtrain.smp as smp
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, SplitError, UserError
@@ -409,7 +410,7 @@ def _(world):
     ]:
         with pytest.raises(UserError, match=message):
             step(*batch)
-    with pytest.raises(UserError, match=r"torch\.no_grad\(\)"):
+    with pytest.raises(UserError, match=r"instead of loss\.backward\(\).* torch\.no_grad\(\)"):
         maybe(*batch, trains=False)
     with torch.no_grad():
         maybe(*batch, trains=False)
@@ -418,6 +419,138 @@ def _(world):
     nets = build()
     plain_step(nets, smp.allgather((script.x, script.y)))
     check_gradients(script, nets)
+
+
+def refused_in_steps(script, scaler, folder):
+    """Calls that a step must not make, anywhere in it."""
+    model, optimizer = script.model, script.optimizer
+    save = {"path": folder, "tag": "a"}
+    return {
+        "optimizer.step()": optimizer.step,
+        "optimizer.zero_grad()": optimizer.zero_grad,
+        "optimizer.clip_master_grads()": lambda: optimizer.clip_master_grads(1.0),
+        "optimizer.state_dict()": optimizer.state_dict,
+        "optimizer.load_state_dict()": lambda: optimizer.load_state_dict({}),
+        "optimizer.add_param_group()": lambda: optimizer.add_param_group({"params": []}),
+        "model.zero_grad()": model.zero_grad,
+        "model.clip_grad_norm_()": lambda: model.clip_grad_norm_(1.0),
+        "model.grad_norm()": model.grad_norm,
+        "torch.nn.utils.clip_grad_norm_()": lambda: nn.utils.clip_grad_norm_(
+            model.parameters(), 1.0
+        ),
+        "model.state_dict()": model.state_dict,
+        "model.load_state_dict()": lambda: model.load_state_dict({}),
+        "model.eval()": model.eval,
+        "model.no_sync()": lambda: model.no_sync().__enter__(),
+        "scaler.step()": lambda: scaler.step(optimizer),
+        "scaler.unscale_()": lambda: scaler.unscale_(optimizer),
+        "scaler.update()": scaler.update,
+        "smp.save()": lambda: smp.save({}, f"{folder}/a"),
+        "smp.save_checkpoint()": lambda: smp.save_checkpoint(**save, model=model),
+        "smp.resume_from_checkpoint()": lambda: smp.resume_from_checkpoint(folder),
+        "smp.DistributedOptimizer()": lambda: smp.DistributedOptimizer(optimizer),
+        "smp.shutdown()": smp.shutdown,
+        "train_step": lambda: train_step(model, script.x, script.y),
+    }
+
+
+MESSAGES = {
+    "smp.allgather()": lambda: smp.allgather(1),
+    "smp.allgather() ": lambda: smp.allgather(1, smp.MP_GROUP),
+    "smp.barrier()": smp.barrier,
+    "smp.barrier() ": smp.mp_barrier,
+    "smp.broadcast()": lambda: smp.broadcast(1),
+    "smp.reduce_scatter()": lambda: smp.reduce_scatter([1, 1]),
+    "smp.send()": lambda: smp.send(1, 0),
+    "smp.recv_from()": lambda: smp.recv_from(0),
+}
+
+
+@cells.add("calls that wait for other processes, or act on all micro-batches, are refused in steps")
+def _(world):
+    for config in (PIPELINE, LOCAL):
+        script = begin(config)
+        scaler = smp.amp.GradScaler(init_scale=8.0)
+        calls = refused_in_steps(script, scaler, f"no folder of rank {world.rank}")
+
+        @smp.step
+        def step(model, x, y, calls):
+            for call, run in calls.items():
+                with pytest.raises(UserError, match=rf"{re.escape(call)} .*inside a.* step"):
+                    run()
+            everyone = smp.allgather(smp.rank())  # all processes are here
+            output = model(x)
+            for call, run in calls.items():
+                with pytest.raises(UserError, match=rf"{re.escape(call)} .*inside a.* step"):
+                    run()
+            if smp.pp_size() > 1:
+                for call, run in MESSAGES.items():
+                    with pytest.raises(
+                        UserError, match=rf"{re.escape(call.strip())} in step would"
+                    ):
+                        run()
+            replicas = smp.allgather(smp.dp_rank(), smp.DP_GROUP)
+            smp.dp_barrier()
+            model.backward(F.cross_entropy(output, y))
+            return everyone, replicas
+
+        for _ in range(2):  # the first one partitions the model
+            script.optimizer.zero_grad()
+            everyone, replicas = step(script.model, script.x, script.y, calls)
+            assert everyone == [[0, 0], [1, 1]]
+            assert replicas == [[replica] * 2 for replica in range(smp.dp_size())]
+        batches = smp.allgather((script.x, script.y), smp.DP_GROUP)
+        net = build()
+        plain_step(net, batches)
+        check_gradients(script, net)
+
+
+@cells.add("different batches of a pipeline's processes are one error with the way out")
+def _(world):
+    script = begin()
+
+    @smp.step
+    def train(model, x, y):
+        model.backward(F.cross_entropy(model(x), y))
+
+    @smp.step
+    def evaluate(model, x):
+        return model(x)
+
+    own = script.x + world.rank, script.y  # as if samples were divided over all processes
+    with pytest.raises(BatchError, match=r"ranks \[0, 1\] .*accelerate.*num_replicas=smp.dp_size"):
+        train(script.model, *own)
+    with pytest.raises(BatchError, match="passed different batches"):  # and of other sizes
+        train(script.model, script.x[: 8 - world.rank], script.y[: 8 - world.rank])
+    with torch.no_grad(), pytest.raises(BatchError, match="passed different batches"):
+        evaluate(script.model, own[0])
+    train(script.model, script.x, script.y)
+    with pytest.raises(BatchError, match=r"received different batches.*smp.dp_size"):
+        train(script.model, *own)  # in a later call
+    # the ways out of the message
+    data = TensorDataset(torch.arange(16.0).reshape(8, 2).repeat(1, 3) / 10, script.y)
+    ways = [
+        (PIPELINE, DistributedSampler(data, smp.dp_size(), smp.dp_rank()), data),
+        (PIPELINE, None, smp.SplitDataset(data, {"0": 1.0})),
+        (
+            {**PIPELINE, "hybridtrain": {"broadcast_batch": True}},
+            RandomSampler(data, generator=torch.Generator().manual_seed(world.rank)),
+            data,
+        ),
+    ]
+    for config, sampler, samples in ways:
+        script = begin(config)
+        for x, y in DataLoader(samples, batch_size=4, sampler=sampler):
+            script.optimizer.zero_grad()
+            train_step(script.model, x, y)
+            first = smp.allgather((x, y))[0]
+            net = build()
+            plain_step(net, [first])
+            check_gradients(script, net)
+    with pytest.raises(
+        BatchError, match=r"got 2 tensors in the process .* pass the same arguments"
+    ):
+        train_step(script.model, x, y if world.rank == 0 else [y, y])
 
 
 SCALE = 1.0
@@ -1085,6 +1218,7 @@ def _(world):
     own = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert isinstance(optimizer, smp.DistributedOptimizer)
+    assert optimizer.optimizer is optimizer
     for _ in range(2):
         optimizer.step()
         own.step()
