@@ -7,6 +7,7 @@ order, with small models and data.
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import os
 import re
@@ -154,7 +155,8 @@ def plain(
     library = types.SimpleNamespace(torch=module, __version__="plain")
     modules = dict(sys.modules)
     runner.provide_modules()
-    sys.modules["smdistributed"].modelparallel = library  # type: ignore[attr-defined]
+    package: Any = importlib.import_module("smdistributed")
+    package.modelparallel = library
     sys.modules["smdistributed.modelparallel"] = library  # type: ignore[assignment]
     sys.modules[own], sys.modules[f"{own}.optimizers"] = module, module.optimizers
     before = os.environ.get("LOCAL_RANK")

@@ -129,6 +129,7 @@ def module(microbatches: int, replica: int, replicas: int, rank: int, dp_group: 
     smp.local_rank = lambda: rank
     smp.get_dp_process_group = lambda: dp_group
     smp.nn, smp.__version__ = smp_nn, "plain"
+    smp.__path__ = []  # a package: scripts import its submodule nn
     smp.optimizers = types.SimpleNamespace(FusedLAMB=Lamb)
     smp.amp = types.SimpleNamespace(GradScaler=lambda: None)
     return smp
