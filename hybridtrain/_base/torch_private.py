@@ -93,6 +93,7 @@ __all__ = [
     "record_cuda_memory",
     "run_backward",
     "scaler_found_inf",
+    "tensors_saved_by",
     "without_modes",
     "without_torch_function",
     "write_cuda_memory",
@@ -691,6 +692,26 @@ def _saved_of(node: torch.autograd.graph.Node) -> Iterator[Any]:
     for name in _saved_names[kind]:
         saved = getattr(node, name)
         yield from saved if isinstance(saved, tuple | list) else (saved,)
+
+
+def tensors_saved_by(node: torch.autograd.graph.Node) -> list[Tensor]:
+    """Returns the tensors that a node of the graph has saved, but none with hooks.
+
+    Uses its attributes `_saved_*`: saved-tensor hooks see tensors only while they are saved, and
+    hide the caller's hooks. Unpacking a tensor of a checkpoint would recompute it.
+    """
+    tensors: list[Tensor] = []
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            parts = raw if isinstance(raw, tuple | list) else (raw,)
+            if any(part.unpack_hook is not None for part in parts):
+                continue
+            with suppress(RuntimeError):  # nothing is saved, or it is freed
+                saved = getattr(node, name.removeprefix("_raw"), None)
+                values = saved if isinstance(saved, tuple | list) else (saved,)
+                tensors += [value for value in values if isinstance(value, Tensor)]
+    return tensors
 
 
 def _nothing(_: Tensor) -> None:

@@ -159,7 +159,7 @@ def _leaf_of(node: Node) -> Tensor | None:
 
 def parameters_of(roots: Sequence[Root]) -> list[nn.Parameter]:
     """Returns the parameters to whose gradients a backward from `roots` would add."""
-    leaves = map(_leaf_of, _nodes_from(roots))
+    leaves = map(_leaf_of, nodes_from(roots))
     return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
 
 
@@ -169,11 +169,11 @@ def leads_to(roots: Sequence[Root], leaves: Sequence[Tensor]) -> bool:
     Does not follow Python functions, because their backwards may return None.
     """
     numbers = set(map(id, leaves))
-    nodes = _nodes_from(roots, through_python=False)
+    nodes = nodes_from(roots, through_python=False)
     return any(id(_leaf_of(node)) in numbers for node in nodes)
 
 
-def _nodes_from(roots: Sequence[Root], through_python: bool = True) -> Iterator[Node]:
+def nodes_from(roots: Sequence[Root], through_python: bool = True) -> Iterator[Node]:
     """Yields the nodes of the graph that a backward from `roots` reaches, each once.
 
     `through_python=False` does not enter Python functions.

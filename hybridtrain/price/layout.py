@@ -199,7 +199,7 @@ def _placed(
     nb_part, replicas = placed.nb_part, placed.replicas
     of_replica = min(placed.samples_by_replica(work))
     for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
-        if engine == "local" and nb_part > hardware.devices_per_node:
+        if engine != "distributed" and nb_part > hardware.devices_per_node:
             continue
         for chunks in choices.chunks or _chunks(of_replica, placed.has_unequal_shares):
             for schedule, v in _schedules(nb_part, chunks, layers, choices):

@@ -345,7 +345,7 @@ def _host_in_words(price: Price) -> list[tuple[str, str]]:
     if not price.binds.startswith("host"):
         return []
     ways = [f"fewer micro-batches ({argument('chunks')}) or larger batches"]
-    if price.layout.engine == "local" and price.layout.nb_part > 1:
+    if price.layout.engine != "distributed" and price.layout.nb_part > 1:
         ways.append(f"a process per device ({setting('engine', 'distributed')})")
     text = (
         f"the host is the limit: the devices wait {price.host_ms:.1f} of {price.step_ms:.1f} ms "

@@ -361,7 +361,7 @@ def _host_bound_ms(
         split_calls = zip(calls_ms, times.host_in_parts, simulated.divided, strict=True)
         calls_ms = [host + extra * number for host, extra, number in split_calls]
     by_device = _by_device(layout, calls_ms)
-    return sum(by_device) if layout.engine == "local" else max(by_device)
+    return sum(by_device) if layout.engine != "distributed" else max(by_device)
 
 
 def _batch_ms(layout: ParallelLayout, times: StageTimes, simulated: SimulatedStep) -> list[float]:
@@ -621,7 +621,7 @@ def proposed(prices: Sequence[Price]) -> Price:
         layout = price.layout
         return (
             layout.stages,
-            layout.engine != "local",
+            layout.engine == "distributed",
             layout.splits_backwards,
             layout.recompute != "never",
             layout.shard != "none",

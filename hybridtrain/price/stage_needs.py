@@ -433,7 +433,7 @@ def _action_ms(hardware: Hardware, layout: ParallelLayout, stage: int) -> float:
     With a process per device, they include receiving from one neighbor and sending to the other.
     """
     messages = (stage > 0) + (stage < layout.stages - 1)
-    if layout.engine == "local" or layout.nb_part == 1:
+    if layout.engine != "distributed" or layout.nb_part == 1:
         messages = 0
     return (hardware.action_s + messages * hardware.message_s) * 1e3
 
@@ -442,6 +442,6 @@ def _transfer_ms(hardware: Hardware, layout: ParallelLayout, border: int, nbytes
     """Returns the milliseconds of a message from stage `border` to the next stage."""
     device, to = layout.devices[border : border + 2]
     in_node = hardware.devices_per_node
-    if device == to or (layout.engine == "local" and hardware.device == "cpu"):
+    if device == to or (layout.engine != "distributed" and hardware.device == "cpu"):
         return 0.0
     return hardware.transfer_s(nbytes, device // in_node != to // in_node) * 1e3

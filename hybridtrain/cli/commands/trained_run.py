@@ -102,10 +102,11 @@ def fit_to_devices(settings: Settings) -> None:
     on_gpus = gpus > 0 and world.devices != "cpu"
     if world.backend == "nccl" and not on_gpus and "world.backend" not in set_keys:
         world.backend = None
-    if "world.engine" not in set_keys and launch.size % pipeline.nb_part:
+    is_distributed = world.engine == "distributed"
+    if is_distributed and "world.engine" not in set_keys and launch.size % pipeline.nb_part:
         world.engine = "local"
     missing = on_gpus and launch.local_size * pipeline.nb_part > gpus
-    if world.engine == "local" and missing and "pipeline.nb_part" not in set_keys:
+    if world.engine != "distributed" and missing and "pipeline.nb_part" not in set_keys:
         pipeline.nb_part = max(1, gpus // launch.local_size)
         # keys that depend on the number of stages
         pipeline.split, pipeline.schedule, pipeline.stages_per_device = "uniform", "1f1b", 1

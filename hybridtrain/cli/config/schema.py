@@ -165,7 +165,8 @@ class WorldConfig(Group):
 
     engine: str = "local"
     """How processes run the stages of a replica: `local`, one process with a thread per device;
-    `distributed`, `pipeline.nb_part` processes with one device each."""
+    `distributed`, `pipeline.nb_part` processes with one device each; `forward`, one process that
+    runs the model's own forward instead of a trace (new, on CPUs or a single GPU)."""
     inner: str = "pp"
     """With `distributed`, the processes that get consecutive ranks: `pp`, the stages of one
     pipeline, which keeps pipelines within a node; `dp`, the replicas of one stage."""

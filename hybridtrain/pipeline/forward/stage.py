@@ -14,15 +14,33 @@ from torch.utils.checkpoint import CheckpointError
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.shares import MicrobatchPlace
+from hybridtrain._base.tensors import storages
+from hybridtrain._base.torch_private import tensors_saved_by
 from hybridtrain.errors import argument
 from hybridtrain.graph import Layer
 from hybridtrain.pipeline.batch_norm import BatchNormCollector
+from hybridtrain.pipeline.boundary import Root, nodes_from
 from hybridtrain.pipeline.forward.layers import LayersOfStage
 from hybridtrain.pipeline.forward.trip import StageInFlight
 from hybridtrain.pipeline.layer_runner import changed_before_backward
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.replicas import ReplicaStates
 from hybridtrain.pipeline.stage_backward import StageBackward, Start
+
+
+def saved_bytes(roots: Sequence[Root], own: Sequence[Tensor]) -> int:
+    """Returns the bytes that autograd keeps for the backward from `roots`.
+
+    Args:
+        roots: where the backward of a stage starts; it ends at the cuts before the stage.
+        own: tensors that do not count.
+    """
+    left_out = {number for tensor in own for number in storages(tensor)}
+    sizes: dict[int, int] = {}
+    for node in nodes_from(roots):
+        for tensor in tensors_saved_by(node):
+            sizes |= {n: size for n, size in storages(tensor).items() if n not in left_out}
+    return sum(sizes.values())
 
 
 class ForwardStage:
@@ -91,6 +109,9 @@ class ForwardStage:
 
     def hold(self, microbatch: int, in_flight: StageInFlight) -> None:
         """Holds what the backward of a micro-batch needs."""
+        if self.saved_bytes is None:
+            own = [*self.module.parameters(), *self.module.buffers()]
+            self.saved_bytes = saved_bytes(in_flight.roots, own)
         self._in_flight[microbatch] = in_flight
 
     def gradients_of_loss(self, microbatch: int) -> list[Tensor | None]:
