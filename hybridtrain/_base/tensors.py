@@ -140,6 +140,19 @@ def have_same_values(first: Tensor, second: Tensor) -> bool:
     return bool(((first == second) | (first != first) & (second != second)).all())
 
 
+def put_values(tensor: Tensor, values: Tensor) -> None:
+    """Copies `values` into a tensor of their shape in place, without a new version of the tensor.
+
+    The entries of an expanded tensor share memory, which PyTorch refuses to write twice.
+    """
+    target = tensor.data
+    if target.layout == torch.strided and not target.is_nested:
+        for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    target.copy_(values)
+
+
 def resident_bytes(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> int:
     """Returns the bytes of the parameters, gradients and buffers of `module`.
 

@@ -41,16 +41,19 @@ def state_functions(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], 
     """Returns functions that read and set the state of a generator of Python or NumPy.
 
     The modules `random` and `numpy.random`, which have one generator each, count as generators.
-    Returns None for other objects.
+    Returns None for other objects, and for the operating system's generator, which has no state.
     """
-    if generator is random or isinstance(generator, random.Random):
+    kind = type(generator)  # isinstance would read the attribute `__class__`, which may raise
+    if issubclass(kind, random.SystemRandom):
+        return None
+    if generator is random or issubclass(kind, random.Random):
         return generator.getstate, generator.setstate
     numpy_random: Any = sys.modules.get("numpy.random")
     if numpy_random is None:  # no object can be a NumPy generator
         return None
-    if generator is numpy_random or isinstance(generator, numpy_random.RandomState):
+    if generator is numpy_random or issubclass(kind, numpy_random.RandomState):
         return generator.get_state, generator.set_state
-    if isinstance(generator, numpy_random.Generator):
+    if issubclass(kind, numpy_random.Generator):
         bits = generator.bit_generator
         return partial(getattr, bits, "state"), partial(setattr, bits, "state")
     return None

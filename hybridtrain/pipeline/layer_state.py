@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
-from hybridtrain._base.tensors import have_same_values, storage_id
+from hybridtrain._base.tensors import have_same_values, put_values, storage_id
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.graph import Layer, Segment
 from hybridtrain.pipeline.tensor_digest import digest
@@ -224,7 +224,7 @@ class StageState:
     def put_back(self, state: LayersCopy) -> None:
         """Restores the layers' state from the copy `state`."""
         for tensor, before in state.tensors:
-            tensor.data.copy_(before)
+            put_values(tensor, before)
         for holder, name, _, before in _changes(state.snapshot):
             _put(holder, name, before)
         for generator, generator_state in state.snapshot.generators:

@@ -5,6 +5,10 @@ hooks, caches in globals, generators. `PythonState` walks from a module to all m
 its attributes, hooks, closures and named globals, and restores their contents in place. Objects
 keep their identity, so every reference sees the restored contents.
 
+Reading and writing bypass the methods of the objects: their `__getattr__`, `__setattr__`, `__eq__`
+or `__class__` may compute, refuse or raise. Only what has changed is written, so nothing that
+cannot be written (members of enums, frozen objects, read-only arrays) needs a rule of its own.
+
 The walk does not enter library code (anything under `site-packages` or the standard library),
 iterators, open files, and objects without a `__dict__` or `__slots__`.
 """
@@ -12,18 +16,29 @@ iterators, open files, and objects without a `__dict__` or `__slots__`.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
 from contextlib import contextmanager
-from functools import cache, partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from enum import EnumMeta
+from functools import cache, cached_property, partial
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybridtrain._base.tensors import have_same_values, put_values
 from hybridtrain._base.user_code import is_library_file, names_in, state_functions
+from hybridtrain.errors import UserError
 
 # The walk stops after this many objects, because the model probably holds a data set.
 _MAX_OBJECTS = 200_000
@@ -32,6 +47,32 @@ _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, type, ModuleType, BuiltinFunctionType,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
 )  # fmt: skip
+
+
+_MISSING = object()
+
+
+class _Saved(NamedTuple):
+    """The contents of an object, or of one place in it.
+
+    Attributes:
+        owner: the object.
+        name: the attribute; empty for all contents.
+        restore: writes the contents if they have changed.
+    """
+
+    owner: Any
+    name: str
+    restore: Callable[[], object]
+
+    def __str__(self) -> str:
+        if issubclass(type(self.owner), type):
+            owner = f"the class {self.owner.__qualname__}"
+        elif isinstance(self.owner, dict) and isinstance(self.owner.get("__name__"), str):
+            owner = f"the module {self.owner['__name__']}"
+        else:
+            owner = f"an object of type {type(self.owner).__qualname__}"
+        return f"{self.name!r} of {owner}" if self.name else owner
 
 
 class PythonState:
@@ -49,7 +90,7 @@ class PythonState:
     def __init__(
         self, *roots: Any, parameters: bool = False, without: nn.Module | None = None
     ) -> None:
-        self._restores: list[Callable[[], object]] = []
+        self._saved: list[_Saved] = []
         self._kept: list[Any] = []  # keeps the objects alive, so that ids stay unique
         self._seen: set[int] = set()
         if without is not None:
@@ -59,7 +100,8 @@ class PythonState:
         todo: deque[Any] = deque(roots)
         while todo and len(self._seen) < _MAX_OBJECTS:
             value = todo.popleft()
-            if isinstance(value, _ATOMS) or id(value) in self._seen:
+            # not isinstance, which reads the attribute `__class__`: proxies compute it
+            if issubclass(type(value), _ATOMS) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
             self._kept.append(value)
@@ -67,36 +109,49 @@ class PythonState:
         self.is_complete = not todo
 
     def restore(self) -> None:
-        """Restores the contents, in place."""
-        for restore in self._restores:
-            restore()
+        """Restores the contents, in place.
+
+        Raises:
+            UserError: something has changed and cannot be written; everything else is restored.
+        """
+        failures = _failures_of(self._saved)
+        # a view that cannot be written is right once the object that it shows is restored
+        if failures and (failures := _failures_of([saved for saved, _ in failures])):
+            saved, error = failures[0]
+            raise UserError(
+                f"the model's code changes {saved}, which cannot be restored after a run that "
+                f"must change nothing ({type(error).__name__}: {error}). Keep that state in an "
+                "attribute or a registered buffer of a module"
+            ) from error
+
+    def _note(self, restore: Callable[..., object], owner: Any, *args: Any, name: str = "") -> None:
+        self._saved.append(_Saved(owner, name, partial(restore, owner, *args)))
 
     def _save(self, value: Any) -> Iterable[Any]:
         """Saves the contents of one object; returns the objects in it."""
-        if isinstance(value, Tensor):
+        kind = type(value)
+        if issubclass(kind, Tensor):
             return self._save_tensor(value)
-        if isinstance(value, FunctionType):
+        if issubclass(kind, FunctionType):
             return self._save_function(value)
-        if isinstance(value, MethodType):
+        if issubclass(kind, MethodType):
             return [value.__self__, value.__func__]
-        if isinstance(value, partial):
-            return [value.func, *value.args, *value.keywords.values()]
-        if isinstance(value, tuple | frozenset):
-            return value
-        if isinstance(value, MutableMapping):
-            return self._save_dict(value)
-        if isinstance(value, list | deque | bytearray):
-            self._restores.append(partial(_restore_sequence, value, list(value)))
-            return () if isinstance(value, bytearray) else list(value)
-        if isinstance(value, MutableSet):
-            self._restores.append(partial(_restore_set, value, set(value)))
-            return list(value)
-        if (restore := _restore_of_generator(value)) is not None:
-            self._restores.append(restore)
+        if issubclass(kind, partial):
+            return [value.func, value.args, value.keywords]
+        if issubclass(kind, nn.Module):
+            return self._save_object(value)
+        if issubclass(kind, tuple | frozenset):
+            items = _base_of(value, tuple, frozenset).__iter__(value)
+            return [*items, *self._save_object(value)]
+        if issubclass(kind, MutableMapping | MutableSet | list | deque | bytearray):
+            return [*self._save_container(value, kind), *self._save_object(value)]
+        if (functions := _functions_of_generator(value)) is not None:
+            read, write = functions
+            self._saved.append(_Saved(value, "", partial(write, read())))
             return ()
-        if type(value).__module__ == "numpy" and hasattr(value, "copy"):
-            self._restores.append(partial(_restore_array, value, value.copy()))
-            return ()
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and issubclass(kind, numpy.ndarray):
+            self._note(_restore_array, value, numpy.array(value, subok=False), numpy.ndarray)
         return self._save_object(value)
 
     def _save_tensor(self, tensor: Tensor) -> Iterable[Any]:
@@ -104,72 +159,99 @@ class PythonState:
         is_parameter = isinstance(tensor, nn.Parameter)
         is_saved = self._parameters if is_parameter else not tensor.requires_grad
         if is_saved and not tensor.is_meta and not is_lazy(tensor):
-            self._restores.append(partial(_restore_tensor, tensor, tensor.detach().clone()))
+            self._note(_restore_tensor, tensor, tensor.detach().clone())
         return hooks
 
-    def _save_dict(self, values: MutableMapping[Any, Any]) -> Iterable[Any]:
+    def _save_container(self, value: Any, kind: type) -> Iterable[Any]:
+        if issubclass(kind, list | deque | bytearray):
+            contents = _contents(value)
+            self._note(_restore_sequence, value, contents)
+            return () if issubclass(kind, bytearray) else contents
+        if issubclass(kind, dict):
+            items = _items(value)
+            self._note(_restore_dict, value, items)
+            return [item for _, item in items]
         try:
-            saved = dict(values)
-        except Exception:  # a mapping that computes its items
+            contents, again = _contents(value), _contents(value)
+        except Exception:  # it cannot be read, so the run cannot depend on its contents
             return ()
-        self._restores.append(partial(_restore_dict, values, saved))
-        return list(saved.values())
+        if not _are_identical(contents, again):  # it computes its items
+            return ()
+        if issubclass(kind, MutableSet):
+            self._note(_restore_set, value, contents)
+            return contents
+        self._note(_restore_mapping, value, contents)
+        return [item for _, item in contents]
 
     def _save_function(self, function: FunctionType) -> Iterable[Any]:
         held: list[Any] = [*(function.__defaults__ or ())]
         held += (function.__kwdefaults__ or {}).values()
         if function.__dict__:
             held.append(function.__dict__)
-        for cell in function.__closure__ or ():
-            try:
-                contents = cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-            self._restores.append(partial(setattr, cell, "cell_contents", contents))
-            held.append(contents)
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
+            contents = _contents_of_cell(cell)
+            self._note(_restore_cell, cell, contents, name=name)
+            if contents is not _MISSING:
+                held.append(contents)
         if not is_library_file(function.__code__.co_filename):
             namespace = function.__globals__
             for name in names_in(function.__code__):
-                value = namespace.get(name)
-                if isinstance(value, type):
-                    held += () if _is_of_library(value.__module__) else self._save_class(value)
-                elif name in namespace and not isinstance(value, ModuleType):
-                    self._restores.append(partial(_restore_item, namespace, name, value))
+                value: Any = namespace.get(name)
+                if issubclass(type(value), type):
+                    held += self._save_class(value)
+                elif name in namespace and not issubclass(type(value), ModuleType):
+                    self._note(_restore_item, namespace, name, value, name=name)
                     held.append(value)
         return held
 
     def _save_object(self, value: Any) -> Iterable[Any]:
         held: list[Any] = []
         kind = type(value)
-        if isinstance(getattr(value, "__dict__", None), dict):
-            if not isinstance(value, nn.Module) and _is_of_library(kind.__module__):
-                return ()
-            held.append(value.__dict__)
-        for base in kind.__mro__:
-            if _is_of_library(base.__module__):
-                continue
-            for name in _slots(base):
-                if hasattr(value, name):
-                    contents = getattr(value, name)
-                    self._restores.append(partial(object.__setattr__, value, name, contents))
-                    held.append(contents)
+        is_of_library = _is_of_library(kind)
+        if not is_of_library or issubclass(kind, nn.Module | dict | list):
+            try:
+                attributes = object.__getattribute__(value, "__dict__")
+            except Exception:  # it has none, or a property of that name
+                attributes = None
+            if type(attributes) is dict:
+                held.append(attributes)
+        if is_of_library and not issubclass(kind, nn.Module):
+            return held
+        for base in type.mro(kind):
+            namespace = _namespace(base)
+            if "__slots__" in namespace:
+                for name, slot in namespace.items():
+                    if issubclass(type(slot), MemberDescriptorType):
+                        contents = _contents_of_slot(value, slot)
+                        self._note(_restore_slot, value, slot, contents, name=name)
+                        if contents is not _MISSING:
+                            held.append(contents)
             held += self._save_class(base)
         return held
 
     def _save_class(self, kind: type) -> Iterable[Any]:
-        if id(kind) in self._seen:
+        if id(kind) in self._seen or _is_of_library(kind):
             return ()
         self._seen.add(id(kind))
         held: list[Any] = []
-        for name, contents in list(vars(kind).items()):
-            function = getattr(contents, "__func__", contents)  # for example of a classmethod
-            if isinstance(contents, property):
+        # the names of an enum are fixed, and its tables hold members that are made on demand
+        is_enum = issubclass(type(kind), EnumMeta)
+        attributes = {
+            name: contents
+            for name, contents in list(_namespace(kind).items())
+            if not (is_enum and name.startswith("_"))
+        }
+        if not is_enum:
+            self._note(_restore_class, kind, attributes)
+        for name, contents in attributes.items():
+            if issubclass(type(contents), property):
                 held += [f for f in (contents.fget, contents.fset) if f is not None]
-            elif isinstance(function, FunctionType):
-                held.append(function)
-            elif not name.startswith("__"):
-                if isinstance(contents, bool | int | float | str | tuple | None | Tensor):
-                    self._restores.append(partial(setattr, kind, name, contents))
+            elif issubclass(type(contents), classmethod | staticmethod):
+                held.append(contents.__func__)
+            elif issubclass(type(contents), cached_property):
+                held.append(contents.func)
+            elif issubclass(type(contents), FunctionType) or not name.startswith("__"):
                 held.append(contents)
         return held
 
@@ -190,45 +272,113 @@ def undone(net: nn.Module, devices: Iterable[torch.device] = ()) -> Iterator[Pyt
             state.restore()
 
 
+def _failures_of(saved: Iterable[_Saved]) -> list[tuple[_Saved, Exception]]:
+    """Restores each of `saved`; returns those that cannot be written, with the errors."""
+    failures = []
+    for part in saved:
+        try:
+            part.restore()
+        except Exception as error:
+            failures.append((part, error))
+    return failures
+
+
+def _is_of_library(kind: type) -> bool:
+    name = _namespace(kind).get("__module__") or kind.__module__
+    return isinstance(name, str) and _is_library_module(name)
+
+
 @cache
-def _is_of_library(name: str) -> bool:
+def _is_library_module(name: str) -> bool:
     package = name.partition(".")[0]
     if package in sys.stdlib_module_names and package != "__main__":
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and is_library_file(file)
+    return isinstance(file, str) and is_library_file(file)
 
 
-def _slots(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+def _namespace(kind: type) -> Any:
+    """Returns the attributes of the class itself, bypassing its metaclass."""
+    return type.__getattribute__(kind, "__dict__")
 
 
-def _restore_of_generator(value: Any) -> Callable[[], object] | None:
-    """Returns a function that resets a random number generator; None for other objects."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if (functions := state_functions(value)) is None:
-        return None
-    read, write = functions
-    return partial(write, read())
+def _are_identical(first: Any, second: Any) -> bool:
+    """Returns whether two sequences have the same objects, or the same pairs of objects."""
+    return len(first) == len(second) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) == 2 and all(map(is_, a, b)))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _items(values: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    return list(_base_of(values, OrderedDict, dict).items(values))
+
+
+def _contents(value: Any) -> list[Any]:
+    """Returns the items of a sequence or set, or the pairs of a mapping."""
+    if issubclass(type(value), MutableMapping):
+        return list(value.items())
+    base = _base_of(value, list, deque, bytearray, set, type(value))
+    return list(base.__iter__(value))
+
+
+def _base_of(value: Any, *bases: Any) -> Any:
+    """Returns the first of `bases` that the type of `value` is derived from.
+
+    Its methods, unlike those of a derived type, only read and write the contents.
+    """
+    return next(base for base in bases if issubclass(type(value), base))
+
+
+def _contents_of_cell(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _MISSING
+
+
+def _contents_of_slot(value: Any, slot: MemberDescriptorType) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:  # not assigned yet
+        return _MISSING
+
+
+def _functions_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """Returns functions that read and set the state of a generator; None for other objects."""
+    if issubclass(type(value), torch.Generator):
+        return value.get_state, value.set_state
+    return state_functions(value)
 
 
 def _restore_tensor(tensor: Tensor, value: Tensor) -> None:
+    try:
+        if have_same_values(tensor, value):
+            return
+    except Exception:  # a type without comparison, or without data
+        pass
     with torch.no_grad():
         if tensor.shape == value.shape and tensor.dtype == value.dtype:
-            tensor.data.copy_(value)
+            put_values(tensor, value)
         else:  # the run has resized it
             tensor.data = value.clone()
 
 
-def _restore_dict(values: MutableMapping[Any, Any], saved: dict[Any, Any]) -> None:
-    current = dict(values)
-    if current.keys() == saved.keys() and all(current[key] is saved[key] for key in saved):
+def _restore_dict(values: dict[Any, Any], saved: list[tuple[Any, Any]]) -> None:
+    current = _items(values)
+    if _are_identical(current, saved):
         return
-    values.clear()
-    values.update(saved)
+    base = _base_of(values, OrderedDict, dict)
+    if not _are_identical([key for key, _ in current], [key for key, _ in saved]):
+        base.clear(values)
+    for key, item in saved:
+        base.__setitem__(values, key, item)
+
+
+def _restore_mapping(values: MutableMapping[Any, Any], saved: list[tuple[Any, Any]]) -> None:
+    if not _are_identical(_contents(values), saved):
+        values.clear()
+        values.update(saved)
 
 
 def _restore_item(namespace: dict[str, Any], name: str, value: Any) -> None:
@@ -236,18 +386,56 @@ def _restore_item(namespace: dict[str, Any], name: str, value: Any) -> None:
         namespace[name] = value
 
 
+def _restore_cell(cell: CellType, contents: Any) -> None:
+    if _contents_of_cell(cell) is contents:
+        return
+    if contents is _MISSING:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = contents
+
+
+def _restore_slot(value: Any, slot: MemberDescriptorType, contents: Any) -> None:
+    if _contents_of_slot(value, slot) is contents:
+        return
+    if contents is _MISSING:
+        slot.__delete__(value)
+    else:
+        slot.__set__(value, contents)
+
+
+def _restore_class(kind: type, saved: dict[str, Any]) -> None:
+    current = dict(_namespace(kind))
+    for name in {**saved, **current}:
+        before = saved.get(name, _MISSING)
+        if name.startswith("__") or current.get(name, _MISSING) is before:
+            continue
+        if before is _MISSING:
+            type.__delattr__(kind, name)
+        else:
+            type.__setattr__(kind, name, before)
+
+
 def _restore_sequence(values: Any, saved: list[Any]) -> None:
-    if len(values) != len(saved) or any(a is not b for a, b in zip(values, saved, strict=True)):
-        values.clear()
-        values.extend(saved)
+    if _are_identical(_contents(values), saved):
+        return
+    base = _base_of(values, list, deque, bytearray)
+    if base is deque:
+        base.clear(values)
+        base.extend(values, saved)
+    else:
+        base.__setitem__(values, slice(None), saved)
 
 
-def _restore_set(values: Any, saved: set[Any]) -> None:
-    if set(values) != saved:
-        values.clear()
-        values |= saved
+def _restore_set(values: Any, saved: list[Any]) -> None:
+    contents = _contents(values)
+    if {*map(id, contents)} != {*map(id, saved)}:
+        base = _base_of(values, set, type(values))
+        base.clear(values)
+        for item in saved:
+            base.add(values, item)
 
 
-def _restore_array(array: Any, saved: Any) -> None:
-    if getattr(array, "shape", None) == saved.shape and array.flags.writeable:
-        array[...] = saved
+def _restore_array(array: Any, saved: Any, base: Any) -> None:
+    if array.shape != saved.shape or base.tobytes(array) != base.tobytes(saved):
+        base.__setitem__(array, ..., saved)

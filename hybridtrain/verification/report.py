@@ -34,6 +34,7 @@ from hybridtrain._base.microbatch import (
     uncut,
 )
 from hybridtrain._base.summation_tree import total
+from hybridtrain._base.tensors import put_values
 from hybridtrain._base.text_table import text_table
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
 from hybridtrain.graph import CallSignature
@@ -331,7 +332,7 @@ class PlainReplicas:
 
     def _put(self, buffers: Mapping[str, Tensor]) -> None:
         for name, buffer in self._net.named_buffers():
-            buffer.copy_(buffers[name])
+            put_values(buffer, buffers[name])
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -688,7 +689,7 @@ class _Comparison:
         """Copies the buffers of the stages to the unsplit module."""
         buffers = [(name, buffer.cpu()) for name, buffer in self._model.named_buffers()]
         for name, buffer in self._model.pipeline.gather(buffers):
-            self._net.get_buffer(name).copy_(buffer)
+            put_values(self._net.get_buffer(name), buffer)
 
     @property
     def _differs(self) -> bool:
