@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from hybridtrain._base.values import plain_numbers
 from hybridtrain.errors import (
     ConfigError,
     SplitError,
@@ -146,6 +147,7 @@ class PipelineOptions:
         return registered(self.schedule).placement
 
     def __post_init__(self) -> None:
+        _take_plain_numbers(self)
         if not is_file(self.schedule):
             check_choice("schedule", self.schedule, schedule_names())
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
@@ -177,6 +179,12 @@ class PipelineOptions:
             raise ConfigError(f"{setting('seed', self.seed)} must fit in 64 bits")
         _check_split(self.split)
         _check_recompute(self.recompute)
+
+
+def _take_plain_numbers(options: Any) -> None:
+    """Replaces NumPy's numbers in the fields of a frozen dataclass."""
+    for option in fields(options):
+        object.__setattr__(options, option.name, plain_numbers(getattr(options, option.name)))
 
 
 def with_settings(options: Options, settings: Mapping[str, Any]) -> Options:
@@ -229,6 +237,7 @@ def names_checked(init: Init) -> Init:
 
 def check_batch_size(batch_size: Any) -> None:
     """Raises a ConfigError if `batch_size` is not a positive number of samples."""
+    batch_size = plain_numbers(batch_size)
     if type(batch_size) is not int or batch_size < 1:
         raise ConfigError(
             f"{setting('batch_size', batch_size)} must be a positive number of samples"
@@ -259,6 +268,7 @@ class LoaderOptions:
     """Collates a list of samples into a batch; None: torch's `default_collate`."""
 
     def __post_init__(self) -> None:
+        _take_plain_numbers(self)
         if type(self.workers) is not int or self.workers < 0:
             raise ConfigError(
                 f"{setting('workers', self.workers)} must be a number of processes, 0 or more"
@@ -419,6 +429,7 @@ class TrainerOptions:
     """Steps between recorded timelines of the stages; None: only at the end."""
 
     def __post_init__(self) -> None:
+        _take_plain_numbers(self)
         if (self.steps is None) == (self.epochs is None):
             raise ConfigError(
                 f"give exactly one of {argument('steps')} and {argument('epochs')}, not "

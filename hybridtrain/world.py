@@ -51,6 +51,7 @@ from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain._base.summation_tree import owned_by
 from hybridtrain._base.torch_private import get_default_store
+from hybridtrain._base.values import plain_numbers
 from hybridtrain.errors import WorldError, argument, setting
 from hybridtrain.launch import (
     Launch,
@@ -173,6 +174,9 @@ class World:
             raise WorldError(launch.problem)
         if nb_part is None:
             nb_part = launch.nb_part
+        nb_part, replicas = plain_numbers(nb_part), plain_numbers(replicas)
+        timeout_s, stall_s = plain_numbers(timeout_s), plain_numbers(stall_s)
+        replica_shares = plain_numbers(replica_shares)
         gpus = torch.cuda.device_count()
         world = cls.of_launch(
             launch, gpus, nb_part, devices, backend, engine, inner, replicas, replica_shares

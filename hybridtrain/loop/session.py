@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from hybridtrain._base import objects
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.microbatch import merge
+from hybridtrain._base.values import plain_numbers
 from hybridtrain.checkpoint import replay, resume_run, save_run
 from hybridtrain.data import (
     Batch,
@@ -389,6 +390,7 @@ class Session:
         options: PipelineOptions | None = None,
         **settings: Any,
     ) -> None:
+        accumulate, max_skipped = plain_numbers(accumulate), plain_numbers(max_skipped)
         if type(accumulate) is not int or accumulate < 1:
             raise ConfigError(
                 f"{setting('accumulate', accumulate)} must be a whole number of at least 1"

@@ -1,6 +1,7 @@
 """Declaring what a model returns, and checks of arguments that several models share."""
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, TypeVar
 
 from hybridtrain.errors import ConfigError, argument, check_choice, setting
@@ -69,7 +70,7 @@ def check_heads(d_model: int, name: str, heads: int) -> None:
 
 def check_dropout(probability: float) -> None:
     """Raises `ConfigError` unless `probability` is at least 0 and below 1."""
-    if not isinstance(probability, int | float) or not 0 <= probability < 1:
+    if not isinstance(probability, Real) or not 0 <= probability < 1:
         raise ConfigError(
             f"{setting('dropout', probability, repr)} must be a number of at least 0 and below 1"
         )

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,14 @@ def lora(
     """
     peft = _peft()
     for name, value, low in (("rank", rank, 1), ("dropout", dropout, 0)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < low:
+        if isinstance(value, bool) or not isinstance(value, Real) or value < low:
             raise ConfigError(f"{setting(name, value)} must be a number of at least {low}")
     if not isinstance(rank, int):
         raise ConfigError(f"{setting('rank', rank)} must be a whole number")
     if dropout >= 1:
         raise ConfigError(f"{setting('dropout', dropout)} must be below 1")
     alpha = 2 * rank if alpha is None else alpha
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
+    if isinstance(alpha, bool) or not isinstance(alpha, Real) or alpha <= 0:
         raise ConfigError(f"{setting('alpha', alpha)} must be a number above 0")
     check_choice("init", init, INITS)
     chosen = _targets(peft, net, targets)

@@ -189,6 +189,8 @@ class OptimizerStep:
         holds_all: bool = True,
     ) -> None:
         check_lr_schedule(lr_schedule)
+        # the scaler takes any number that is not a float for a tensor
+        loss_scale = None if loss_scale is None else float(loss_scale)
         self.model = model
         for optimizer in optimizers:
             check_steps_alone(optimizer, f"optimizer={type(optimizer).__name__}")

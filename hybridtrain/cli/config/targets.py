@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -228,6 +229,7 @@ def check(
             raise ConfigError(unknown_key(f"{key}.{name}", [f"{key}.{k}" for k in names]))
         if name in parameters:
             _check_type(f"{key}.{name}", value, parameters[name])
+            arguments[name] = _with_floats(value, str(parameters[name].annotation))
     return target, arguments
 
 
@@ -282,6 +284,18 @@ def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
             raise ConfigError(
                 f"{key}={value} must be a list of {len(default)} values, such as [{example}]"
             )
+
+
+def _with_floats(value: Any, annotation: str) -> Any:
+    """Returns `value` with floats for whole numbers if an argument takes floats only.
+
+    YAML has 0 for 0.0, and some of PyTorch's optimizers ask for the type.
+    """
+    if "float" not in annotation or re.search(r"\b(int|bool)\b", annotation):
+        return value
+    if isinstance(value, list):
+        return [float(item) if type(item) is int else item for item in value]
+    return float(value) if type(value) is int else value
 
 
 def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) -> str:
