@@ -167,7 +167,7 @@ def _chat_tokenizer(name: str, template: str | None) -> Any:
     tok = load_tokenizer(name)
     if template is not None:
         try:
-            tok.chat_template = Path(template).expanduser().read_text()
+            tok.chat_template = Path(template).expanduser().read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read {setting('chat_template', template)}: {error}") from error
     if not tok.chat_template:

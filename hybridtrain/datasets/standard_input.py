@@ -26,12 +26,13 @@ def read_lines(key: str, content: str) -> list[str]:
             f"line to the command, or set {argument(key)} to a file"
         )
     try:
-        lines = [line.rstrip("\r\n") for line in sys.stdin]
+        # a pipe from Windows may begin with a byte order mark
+        lines = sys.stdin.read().removeprefix("\ufeff").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{argument(key)}-: standard input is not UTF-8 ({error}): convert it"
         ) from error
-    lines = [line for line in lines if line.strip()]
+    lines = [line.rstrip("\r") for line in lines if line.strip()]
     if not lines:
         raise DataError(
             f"{argument(key)}-: standard input is empty; it must have {content} per line"

@@ -182,7 +182,7 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     splits = {}
     for split, paths in files.items():
         scans = [_checked(file, kind) for file in paths]
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"encoding": "utf-8-sig"} if kind == "text" else {}
         if kind == "csv":
             header = scans[0].header
             for file, scan in zip(paths, scans, strict=True):

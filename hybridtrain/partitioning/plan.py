@@ -157,7 +157,7 @@ class Plan:
             SplitError: the file does not exist, or it is not a plan.
         """
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise SplitError(
                 f"{argument('split')}: cannot read {path}: {error.strerror}"

@@ -1,7 +1,8 @@
 """Schedules in files: two formats with one reader.
 
 `.csv`, as in torch.distributed.pipelining: one line per device, with one cell per action in
-execution order: stage, kind, micro-batch. Empty cells show idle time and are skipped.
+execution order: stage, kind, micro-batch. Empty cells show idle time and are skipped. Files of
+spreadsheets may begin with a byte order mark, and separate cells by semicolons or tabs.
 
     0F0,0F1,,,0B0,0B1          stage 0: forwards of micro-batches 0 and 1, then their backwards
     ,1F0,1B0,1F1,1B1           stage 1
@@ -17,8 +18,9 @@ and pictures: kind, micro-batch, stage.
 from __future__ import annotations
 
 import csv
+import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -62,8 +64,9 @@ def read_schedule(path: str | Path) -> Schedule:
     """
     is_plan = str(path).endswith(_OF_A_PLAN)
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            lines = _lines_of_plan(yaml.safe_load(file), path) if is_plan else _lines_of_csv(file)
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            text = file.read()
+        lines = _lines_of_plan(yaml.safe_load(text), path) if is_plan else _lines_of_csv(text)
     except (OSError, UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ScheduleError(f"{path}: cannot read a schedule from this file: {reason}") from error
@@ -96,8 +99,11 @@ def read_schedule(path: str | Path) -> Schedule:
     return table
 
 
-def _lines_of_csv(file: Iterable[str]) -> list[list[str]]:
-    return [cells for cells in csv.reader(file) if any(map(str.strip, cells))]
+def _lines_of_csv(text: str) -> list[list[str]]:
+    # actions contain none of these separators
+    delimiter = next((mark for mark in ";\t" if mark in text and "," not in text), ",")
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    return [cells for cells in lines if any(map(str.strip, cells))]
 
 
 def _lines_of_plan(content: object, path: str | Path) -> list[list[str]]:

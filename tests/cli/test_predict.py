@@ -130,7 +130,7 @@ def test_texts_on_standard_input_are_predicted_as_those_of_a_file(
     expected = predicted(capfd, "texts", "data.predict_path=new.jsonl")
     assert [line["text"] for line in expected] == texts
     assert {line["class"] for line in expected} <= {"neg", "pos"}
-    type_in(monkeypatch, rows if written == "json" else "\n".join(texts))
+    type_in(monkeypatch, "\ufeff" + rows if written == "json" else "\n".join(texts))
     assert predicted(capfd, "texts", "data.predict_path=-") == expected
 
 

@@ -91,6 +91,23 @@ def test_what_cannot_be_a_project_is_refused(
     assert sorted(Path().iterdir()) == files
 
 
+MARK = b"\xef\xbb\xbf"  # a byte order mark
+
+
+def test_files_of_editors_that_write_a_byte_order_mark_are_read(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    table = project / "pyproject.toml"
+    table.write_bytes(MARK + table.read_bytes().replace(b"\n", b"\r\n"))
+    Path("mine.yaml").write_bytes(MARK + b"seed: 7\r\n\r\n")
+    assert main(["--cfg", "job", "recipe=mine.yaml"]) == 0
+    assert "seed: 7" in capfd.readouterr().out
+    distribution = b'{"smdistributed": {"modelparallel": {"enabled": true}}}\r\n'
+    Path("distribution.json").write_bytes(MARK + distribution)
+    main(["smp-config", "distribution.json"])
+    assert "is not JSON" not in capfd.readouterr().err
+
+
 def test_the_folder_of_options_is_named_in_the_table(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,7 +97,7 @@ def register_file(override: str) -> str:
     if group not in ("recipe", "hardware") or path.suffix not in (".yaml", ".yml"):
         return override
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{override}: {error.strerror}") from error
     except UnicodeDecodeError as error:

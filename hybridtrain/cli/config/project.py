@@ -72,7 +72,7 @@ def _has_configs(package: str) -> bool:
 def _project(path: Path) -> dict[str, Any]:
     """Returns the table of the file; it is empty if there is no file."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -156,7 +156,7 @@ def this_machine() -> Hardware | None:
     """
     path = measured_file()
     try:
-        rates = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rates = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

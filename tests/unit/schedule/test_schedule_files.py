@@ -143,6 +143,18 @@ def test_a_file_that_is_no_schedule_is_refused_before_the_run(text, message, tmp
         hybrid(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, schedule=str(path))
 
 
+@pytest.mark.parametrize("form", ["csv", "yaml"])
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_file_from_a_spreadsheet_or_another_system_is_read(form, separator, tmp_path):
+    table, path = make_schedule("1f1b", 2, 3, 1, None), tmp_path / f"table.{form}"
+    write(table, path)
+    text = path.read_text()
+    if form == "csv":
+        text = text.replace(",", separator)
+    path.write_bytes(f"\ufeff{text}\n\n".replace("\n", "\r\n").encode())
+    assert read_schedule(path).lanes == table.lanes
+
+
 def test_a_file_that_is_missing_is_refused(tmp_path):
     with pytest.raises(ScheduleError, match=r"nowhere\.csv: cannot read"):
         hybrid(nn.Linear(2, 2), 1, schedule=str(tmp_path / "nowhere.csv"))
