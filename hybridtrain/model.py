@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hybridtrain._base import codec
 from hybridtrain._base.adapter import BaseWeights
@@ -123,6 +124,24 @@ def check_grad_mode() -> None:
             "train_step computes gradients, but runs under torch.inference_mode(), which disables "
             "them: leave inference_mode before training"
         )
+
+
+def check_leaves(name: str, values: Any) -> None:
+    """Checks that the tensors of a batch have no autograd graph.
+
+    All micro-batches would run the backward of that one graph, which PyTorch allows once.
+
+    Raises:
+        BatchError: a tensor has a graph.
+    """
+    for path, leaf in tree_flatten_with_path(values)[0]:
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            raise BatchError(
+                f"{name}{keystr(path)} was computed from a tensor that requires a gradient "
+                f"({leaf.grad_fn.name()}), and the backwards of all micro-batches would run "
+                f"through that computation: pass {name}{keystr(path)}.detach(), or move the "
+                "computation into the model's forward (or the loss), which then trains it"
+            )
 
 
 def check_fixed_replicas(options: PipelineOptions, world: World) -> None:
@@ -489,6 +508,8 @@ class HybridModel:
         check_grad_mode()
         check_loss_function(loss_fn, self.net, self.world)
         inputs, targets = as_containers(inputs), as_containers(targets)
+        check_leaves("inputs", inputs)
+        check_leaves("targets", targets)
         self._follow_changes(trains=True)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)

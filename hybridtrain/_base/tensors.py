@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybridtrain._base.torch_private import allowing_torch_func
+from hybridtrain._base.torch_private import allowing_torch_func, saved_hooks
 
 
 @dataclass
@@ -37,7 +38,7 @@ def count_saved(module: nn.Module, inputs: Sequence[Tensor] = ()) -> Iterator[Sa
     """Counts the tensors that forwards in the block save for backward.
 
     Parameters, buffers and `inputs` are not counted, nor are tensors saved inside `torch.func.grad`
-    and similar functions.
+    and similar functions. The caller's saved-tensor hooks still run.
 
     Args:
         module: the module; its parameters and buffers are not counted.
@@ -47,15 +48,21 @@ def count_saved(module: nn.Module, inputs: Sequence[Tensor] = ()) -> Iterator[Sa
     left_out = [*module.parameters(), *module.buffers(), *inputs]
     left_out_ids = {number for tensor in left_out for number in storages(tensor)}
 
-    def pack(tensor: Tensor) -> Tensor:
+    pack_next, unpack = saved_hooks() or (_unchanged, _unchanged)
+
+    def pack(tensor: Tensor) -> Any:
         for number, nbytes in storages(tensor).items():
             if number not in left_out_ids:
                 saved.storages[number] = nbytes
-        return tensor
+        return pack_next(tensor)
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
     with hooks, allowing_torch_func():
         yield saved
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def storages(tensor: Tensor) -> dict[int, int]:

@@ -406,14 +406,20 @@ def without_modes() -> Iterator[None]:
         modes._push()
 
 
-@contextmanager
-def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Calls `note` with each tensor that autograd saves inside a torch.utils.checkpoint.
+def saved_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Returns the innermost saved-tensor hooks of this thread, or None.
 
     Uses `torch._C._autograd._top_saved_tensors_default_hooks`: PyTorch calls only the innermost
-    hooks, so these hooks call the checkpoint's.
+    hooks, so further hooks have to call them.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else tuple(hooks)
+
+
+@contextmanager
+def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Calls `note` with each tensor that autograd saves inside a torch.utils.checkpoint."""
+    hooks = saved_hooks()
     if hooks is None:
         yield
         return

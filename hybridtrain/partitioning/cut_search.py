@@ -83,7 +83,8 @@ def cut_by_costs(
     raise SplitError(
         f"a model of {n} layer{'s' * (n != 1)}{of_which if tied else ''} cannot be cut into "
         f"{stages} stages: lower {argument('nb_part')} (or {argument('stages_per_device')}) to "
-        f"{n - tied} or less"
+        f"{n - tied} or less, or call more submodules. A model is cut where it calls submodules, "
+        "not where its own forward uses parameters"
     )
 
 

@@ -28,6 +28,7 @@ from hybridtrain._base.torch_private import (
     compile_module,
     is_profiled,
     profiled,
+    saved_hooks,
 )
 from hybridtrain.errors import UserError, argument, setting
 from hybridtrain.graph import Layer, Segment, works_in_place
@@ -266,24 +267,28 @@ class LayerRunner:
     @contextmanager
     def _guarding_saved(self) -> Iterator[None]:
         changes = dict(self.state.uncounted)
+        hooks = saved_hooks()  # the caller's, which PyTorch does not call around the hooks here
 
         def pack(tensor: Tensor) -> Any:
             change = None
             if tensor.layout == torch.strided and not tensor.is_meta:
                 change = changes.get(storage_id(tensor))
-            return tensor, tensor._version, change, None if change is None else digest(tensor)
+            before = None if change is None else digest(tensor)
+            packed = None if hooks is None else hooks[0](tensor)
+            return tensor, tensor._version, change, before, packed
 
         def unpack(packed: Any) -> Tensor:
             tensor: Tensor
-            tensor, version, change, before = packed
+            tensor, version, change, before, packed = packed
+            value = tensor if hooks is None else hooks[1](packed)
             if backward_of_batch_norm():  # saves its running statistics, but does not use them
-                return tensor
+                return value
             if change is not None and before is not None:
                 if not torch.equal(before, digest(tensor)):  # type: ignore[arg-type]
                     raise changed_before_backward(change)
             elif tensor._version != version and (other := self.state.change_of(str(tensor.shape))):
                 raise changed_before_backward(other)
-            return tensor
+            return value
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack), allowing_torch_func():
             yield

@@ -287,7 +287,8 @@ class StageState:
             self.changes.setdefault(place, change)
             for snapshot in self._open if copies else ():
                 if any(tensor is held for _, held, _ in snapshot.versions):
-                    snapshot.copies.setdefault(key, _Copy(tensor, saved[key]))
+                    # a recomputation changes its snapshot's copy, so each has one of its own
+                    snapshot.copies.setdefault(key, _Copy(tensor, saved[key].clone()))
 
     def change_of(self, message: str) -> Change | None:
         """Returns the change that a PyTorch error refers to, by the tensor shape in its message."""

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain._base.torch_private import noting_saved
-from hybridtrain.errors import ConfigError, argument
+from hybridtrain._base.torch_private import noting_saved, saved_hooks
+from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.graph import Layer
 from hybridtrain.pipeline.tensor_digest import digest
 
@@ -115,17 +115,34 @@ def check_records(records: Sequence[Record], layers: Sequence[Layer]) -> None:
         # PyTorch's profiling executor changes TorchScript's code between its first runs
         layer = record.first_difference(lambda position: any(exempt[: position + 1]))
         if layer is not None:
-            raise differs(layers[layer].name)
+            raise differs(layers[layer])
 
 
-def differs(layer: str) -> ConfigError:
+def differs(layer: Layer) -> ConfigError:
     """Returns the error for a layer with different results in its recomputation."""
+    leave_out = (
+        f"leave the layer out of recomputation: {argument('recompute')}[...] lists the layers to "
+        "recompute"
+    )
+    if _has_rrelu(layer.module):
+        cause = (
+            "PyTorch's checkpoint loses the random slopes of RReLU (pytorch/pytorch#193671). Use "
+            f"another activation, or {leave_out}"
+        )
+    elif saved_hooks() is not None:
+        cause = (
+            "hooks on saved tensors around the step also change the inputs that the recomputation "
+            "starts from (torch.autograd.graph.saved_tensors_hooks). Use hooks that return the "
+            f"same values, or {setting('recompute', 'never', repr)}"
+        )
+    else:
+        cause = (
+            "it depends on state that is not restored, such as an object, a numpy array or its own "
+            f"random generator. Keep that state in a registered buffer, or {leave_out}"
+        )
     return ConfigError(
-        f"layer {layer!r} computes different values in its recomputation than in its "
-        "forward, so its gradients would be wrong: it depends on state that is not restored, "
-        "such as an object, a numpy array or its own random generator. Keep that state in "
-        "a registered buffer, or leave the layer out of recomputation: "
-        f"{argument('recompute')}[...] lists the layers to recompute"
+        f"layer {layer.name!r} computes different values in its recomputation than in its "
+        f"forward, so its gradients would be wrong: {cause}"
     )
 
 
@@ -144,6 +161,16 @@ def _magnitude(tensor: Tensor) -> Tensor | None:
     if tensor.device.type == "cpu" or not tensor.is_floating_point() or tensor.is_meta:
         return None
     return tensor.detach().abs().sum(dtype=torch.float64)
+
+
+def _has_rrelu(module: nn.Module) -> bool:
+    """Returns whether `module` contains an RReLU, or calls the function by name."""
+    for part in module.modules():
+        code = getattr(type(part).forward, "__code__", None)
+        names = code.co_names if code is not None else ()
+        if isinstance(part, nn.RReLU) or not {"rrelu", "rrelu_"}.isdisjoint(names):
+            return True
+    return False
 
 
 def _has_torchscript(module: nn.Module) -> bool:

@@ -175,8 +175,44 @@ def test_the_models_own_parameters_and_buffers_can_be_used_in_every_stage():
 
 def test_a_model_without_submodules_is_one_layer():
     assert_same(Without(), samples(), 1)
-    with pytest.raises(SplitError, match="a model of 1 layer cannot be cut into 2 stages"):
+    message = "a model of 1 layer cannot be cut into 2 stages.*cut where it calls submodules"
+    with pytest.raises(SplitError, match=message):
         hybrid(Without(), 2)
+
+
+class Times(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+
+class OwnList(nn.Module):
+    """Uses its parameters in its own forward, or in submodules."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+        self.parts = nn.ModuleList([Times() for _ in range(6)])
+        self.weights = nn.ParameterList([torch.randn(8, 8) for _ in range(6)])
+
+    def forward(self, x):
+        if self.calls:
+            for part in self.parts:
+                x = part(x)
+        else:
+            for weight in self.weights:
+                x = torch.tanh(x @ weight)
+        return x
+
+
+def test_parameters_in_the_models_own_forward_are_cut_once_they_are_in_submodules():
+    with pytest.raises(SplitError, match=r"call more submodules\. .*its own forward uses param"):
+        hybrid(OwnList(calls=False), 2)
+    model = hybrid(OwnList(calls=True), 2)
+    assert [len(stage.layers) for stage in model.stages] == [3, 3]
 
 
 @pytest.mark.parametrize(

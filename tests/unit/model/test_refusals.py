@@ -6,7 +6,10 @@ import torch.nn.functional as F
 from support.compare import hybrid
 from support.engine import in_time
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from hybridtrain import Session, Trainer, World
+from hybridtrain.data import TrainLoader
 from hybridtrain.errors import BatchError, UserError
 
 
@@ -81,3 +84,64 @@ def test_a_wrong_option_is_named_with_the_choices(option, message):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     with pytest.raises(UserError, match=message):
         hybrid(net, **option)
+
+
+SCALE = torch.full((4,), 0.5, requires_grad=True)
+
+
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.quick_cases("never-1f1b", "always-zb-h1")
+def test_inputs_with_a_graph_are_refused_and_train_detached_or_computed_in_the_model(
+    recompute, schedule
+):
+    inputs, targets = torch.randn(4, 4), torch.randn(4, 2)
+
+    def model(first):
+        net = nn.Sequential(first, nn.Linear(4, 2))
+        return hybrid(net, chunks=2, recompute=recompute, schedule=schedule)
+
+    for _ in range(2):
+        with pytest.raises(BatchError, match=r"^inputs was computed .*MulBackward0.*inputs\.det"):
+            model(nn.Linear(4, 4)).train_step(inputs * SCALE, targets, F.mse_loss)
+    nested = {"t": [targets * SCALE[:2]]}
+    with pytest.raises(BatchError, match=r"^targets\['t'\]\[0\] was computed"):
+        model(nn.Linear(4, 4)).train_step(inputs, nested, lambda o, t: F.mse_loss(o, t["t"][0]))
+    model(nn.Linear(4, 4)).train_step((inputs * SCALE).detach(), targets, F.mse_loss)
+    model(Scaled()).train_step(inputs, targets, F.mse_loss)
+    leaf = inputs.clone().requires_grad_()
+    model(nn.Linear(4, 4)).train_step(leaf, targets, F.mse_loss)
+    assert leaf.grad.abs().sum() > 0
+
+
+def test_a_session_and_a_trainer_refuse_inputs_with_a_graph():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    world = World.from_env(nb_part=2, devices="cpu")
+    session = Session(world=world, chunks=2)
+    data = TensorDataset(torch.randn(4, 4), torch.randn(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, loader = session.prepare(net, optimizer, DataLoader(data, batch_size=4))
+    for inputs, targets in loader:
+        with pytest.raises(BatchError, match="inputs was computed"):
+            session.forward_backward(inputs * SCALE, targets, F.mse_loss)
+        session.forward_backward(inputs, targets, F.mse_loss)
+
+    class WithGraph(TensorDataset):
+        def __getitem__(self, index):
+            inputs, targets = super().__getitem__(index)
+            return inputs * SCALE, targets
+
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = TrainLoader(WithGraph(*data.tensors), 4, model.world)
+    with pytest.raises(BatchError, match="inputs was computed"):
+        Trainer(model, optimizer, F.mse_loss, train, steps=1).fit()

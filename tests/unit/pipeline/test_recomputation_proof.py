@@ -75,6 +75,15 @@ class Traced(nn.Module):
         return self.c(y)
 
 
+class ReadsFirst(Traced):
+    """A layer before the one that changes the buffer computes with the buffer itself."""
+
+    def forward(self, x):
+        y = self.b(self.a(torch.exp(x) * self.h))
+        self.h.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return self.c(torch.tanh(y))  # the recomputation must not stop before the change
+
+
 class Hidden(TanhLinear):
     """Multiplies by a number that comes from `state`, and changes with each forward."""
 
@@ -135,12 +144,13 @@ def check(make, recompute, steps=3):
 @pytest.mark.parametrize("recompute", ["always", "except_last", {"every": 1}, ["1"]], ids=str)
 @pytest.mark.parametrize(
     "make",
-    [sharing, lambda: sharing(by_data=True), lambda: around(Momentum), Traced],
-    ids=["modules", "modules, by data", "momentum encoder", "traced"],
+    [sharing, lambda: sharing(by_data=True), lambda: around(Momentum), Traced, ReadsFirst],
+    ids=["modules", "modules, by data", "momentum encoder", "traced", "read first"],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases("modules-always", "read first-{'every': 1}")
 def test_state_that_another_layer_changes_is_put_back(make, recompute):
-    check(make, recompute if make is not Traced or recompute != ["1"] else {"every": 1})
+    is_traced = make in (Traced, ReadsFirst)
+    check(make, recompute if not is_traced or recompute != ["1"] else {"every": 1})
 
 
 @pytest.mark.parametrize("recompute", ["always", {"every": 1}], ids=str)
@@ -154,6 +164,36 @@ def test_hidden_state_is_put_back_or_refused_with_the_layer(kind, recompute):
         assert kind not in ("generator", "list")
     else:
         assert kind in ("generator", "list")
+
+
+class CallsRReLU(TanhLinear):
+    def forward(self, x):
+        return F.rrelu(super().forward(x), training=self.training)
+
+
+@pytest.mark.parametrize("layer", [nn.RReLU, CallsRReLU])
+def test_rrelu_is_refused_with_its_reason_and_trains_outside_of_recomputation(layer):
+    def model(recompute):
+        return hybrid(around(layer), 2, recompute=recompute)
+
+    with pytest.raises(ConfigError, match=r"layer '1' .*random slopes of RReLU .*, or leave the"):
+        model("always").train_step(*regression(8), F.mse_loss)
+    model(["0", "2"]).train_step(*regression(8), F.mse_loss)
+
+
+def test_hooks_that_change_the_inputs_of_a_recomputation_are_the_reason_that_is_named():
+    def train(recompute, dtype):
+        model = hybrid(around(TanhLinear), 2, recompute=recompute)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.to(dtype), lambda tensor: tensor.float()
+        ):
+            model.train_step(*regression(8), F.mse_loss)
+
+    message = r"layer '.' .*: hooks on saved tensors .*same values, or recompute='never'"
+    with pytest.raises(ConfigError, match=message):
+        train("always", torch.bfloat16)
+    train("never", torch.bfloat16)
+    train("always", torch.float64)
 
 
 class Clamped(nn.Linear):
