@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base import codec
 from hybridtrain._base.adapter import BaseWeights
@@ -35,6 +35,7 @@ from hybridtrain._base.microbatch import (
 )
 from hybridtrain._base.precision import autocast
 from hybridtrain._base.shares import MicrobatchPlace, Shares
+from hybridtrain._base.values import named_leaves
 from hybridtrain.errors import BatchError, ConfigError, UserError, argument, setting
 from hybridtrain.graph import layers_of
 from hybridtrain.loss import (
@@ -134,13 +135,15 @@ def check_leaves(name: str, values: Any) -> None:
     Raises:
         BatchError: a tensor has a graph.
     """
-    for path, leaf in tree_flatten_with_path(values)[0]:
+    if not any(isinstance(leaf, Tensor) and leaf.grad_fn for leaf in tree_leaves(values)):
+        return
+    for place, leaf in named_leaves(values, name):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             raise BatchError(
-                f"{name}{keystr(path)} was computed from a tensor that requires a gradient "
+                f"{place} was computed from a tensor that requires a gradient "
                 f"({leaf.grad_fn.name()}), and the backwards of all micro-batches would run "
-                f"through that computation: pass {name}{keystr(path)}.detach(), or move the "
-                "computation into the model's forward (or the loss), which then trains it"
+                f"through that computation: pass {place}.detach(), or move the computation into "
+                "the model's forward (or the loss), which then trains it"
             )
 
 

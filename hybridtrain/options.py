@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from hybridtrain._base.values import plain_numbers
+from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain.errors import (
     ConfigError,
     SplitError,

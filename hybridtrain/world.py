@@ -47,11 +47,11 @@ from hybridtrain._base.devices import (
     gpus_left_out,
     physical_gpus,
 )
+from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain._base.summation_tree import owned_by
 from hybridtrain._base.torch_private import get_default_store
-from hybridtrain._base.values import plain_numbers
 from hybridtrain.errors import WorldError, argument, setting
 from hybridtrain.launch import (
     Launch,

@@ -10,6 +10,7 @@ hardware         the hardware that costs are predicted for: devices, nodes and l
 joining, values  checks for merging outputs, and the kinds of values in outputs
 microbatch       cuts a batch into micro-batches
 objects          sends values between processes, encoded by the codec
+plain_numbers    numbers of NumPy and other libraries as Python numbers
 precision        autocast, and the thread-local state that engine threads inherit
 problem          an error of one process, sent to the others so that all raise it
 rank_differences compares facts that must be equal on all ranks

@@ -10,7 +10,6 @@ if it would cross a stage boundary or leave the model.
 from __future__ import annotations
 
 import dataclasses
-import numbers
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -213,15 +212,3 @@ def structure_copy(
             vars(copy)[name] = structure_copy(item, of_tensor, copies)
     copies[id(value)] = copy
     return copy
-
-
-def plain_numbers(value: Any) -> Any:
-    """Returns Python's number for a number of another type, such as NumPy's; also in a list.
-
-    Any other value is returned unchanged.
-    """
-    if type(value) in (list, tuple):
-        return type(value)(map(plain_numbers, value))
-    if type(value) in (bool, int, float) or not isinstance(value, numbers.Real):
-        return value
-    return int(value) if isinstance(value, numbers.Integral) else float(value)

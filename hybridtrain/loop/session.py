@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from hybridtrain._base import objects
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.microbatch import merge
-from hybridtrain._base.values import plain_numbers
+from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain.checkpoint import replay, resume_run, save_run
 from hybridtrain.data import (
     Batch,
