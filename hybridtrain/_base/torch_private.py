@@ -620,7 +620,8 @@ def replace_backward_entry(
     Wraps `torch.autograd._engine_run_backward`, in which both end: a TorchFunctionMode does not see
     calls of the engine. `run_backward` above is not affected.
     """
-    run = torch.autograd._engine_run_backward
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
 
     def run_backward_of_users(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         before(args[3] if len(args) > 3 else kwargs.get("inputs", ()))
@@ -630,11 +631,11 @@ def replace_backward_entry(
             explain(error)
             raise
 
-    torch.autograd._engine_run_backward = run_backward_of_users
+    autograd._engine_run_backward = run_backward_of_users
 
 
 # The number that autograd gives to the next node that this thread creates, and of a node.
-next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def push_function_mode(mode: Any) -> None:

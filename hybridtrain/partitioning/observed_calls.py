@@ -136,13 +136,14 @@ class ObservedChains:
             SplitError: the forward fails on the example inputs.
         """
         if is_chain(self._net) and (self._inputs is None or not expand):
-            layers = layers_of(self._net)
-            return Chain(layers, [(unit, 0) for unit in range(len(layers))], self._together(layers))
+            elements = layers_of(self._net)
+            units = [(unit, 0) for unit in range(len(elements))]
+            return Chain(elements, units, self._together(elements))
         unit_calls = self._front(self.run.root, ())
         if not unit_calls:
             return self.one_layer()
         layers: list[Layer] = []
-        units: list[tuple[int, int]] = []
+        units = []
         begins: list[int] = []
         seen: dict[str, int] = {}
         for unit, unit_call in enumerate(unit_calls):

@@ -194,10 +194,11 @@ class Pipeline:
 
     def _new_engine(self) -> Engine:
         if self.planned.runs_forward:
+            stages = [stage for stage in self.stages if isinstance(stage, ForwardStage)]
             return forward_engine(
-                self._net, self.planned, self.stages, self._world, self._options, self.rng
+                self._net, self.planned, stages, self._world, self._options, self.rng
             )
-        return self._make_engine(self.stages, self._links, self._world)
+        return self._make_engine(self._traced_stages, self._links, self._world)
 
     def _note_buffer_copies(self) -> None:
         modules = [layer.module for stage in self.stages for layer in stage.layers]
@@ -234,8 +235,8 @@ class Pipeline:
             self._policy,
             self._tied,
         )
-        for stage in self.stages:
-            stage.connect(connections[stage.index])
+        for traced_stage in self._traced_stages:
+            traced_stage.connect(connections[traced_stage.index])
         self._note_buffer_copies()
         self._engine = self._new_engine()
 
@@ -253,8 +254,16 @@ class Pipeline:
     def _choose_variants(self, step: Step) -> None:
         assert self._variants is not None
         chosen = self._variants.choose([step.source(i) for i in range(step.schedule.chunks)])
-        for stage in self.stages:
-            stage.choose_variants(chosen if self._variants.count > 1 else None)
+        self.choose_variants(chosen if self._variants.count > 1 else None)
+
+    def choose_variants(self, variants: Sequence[int] | None) -> None:
+        """Sets the graph variant of each micro-batch of the next step; None: the first."""
+        for stage in self._traced_stages:
+            stage.choose_variants(variants)
+
+    @property
+    def _traced_stages(self) -> list[Stage]:
+        return [stage for stage in self.stages if isinstance(stage, Stage)]
 
     def run_train_step(
         self,
@@ -334,7 +343,7 @@ class Pipeline:
             else "",
         )
 
-    def _count_compiled(self, stage: Stage) -> int:
+    def _count_compiled(self, stage: Stage | ForwardStage) -> int:
         """Returns how many layers of `stage` run compiled in training."""
         numbers = range(stage.first, stage.first + len(stage.layers))
         return sum(not self.rng.draws(number) for number in numbers) * self._options.compile

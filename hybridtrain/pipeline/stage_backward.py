@@ -1,4 +1,4 @@
-"""The backwards of a stage's micro-batches: whole, or in two parts, and reduced over the replicas."""
+"""The backwards of a stage's micro-batches: whole or in two parts, and reduced over replicas."""
 
 from __future__ import annotations
 

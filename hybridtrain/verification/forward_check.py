@@ -131,7 +131,8 @@ class ForwardCheck:
                     self._says_skipped = False
                     log.info(
                         "micro-batches that run ahead were not compared with plain PyTorch, "
-                        "because %s: to compare them, run `hybridtrain verify` or model.verify(...)",
+                        "because %s: to compare them, run `hybridtrain verify` or "
+                        "model.verify(...)",
                         reason,
                     )
 

@@ -442,8 +442,7 @@ class _Run:
             pipeline.watches_state = not self._symbolic  # a run without data recomputes nothing
             pipeline.rng.seeds_evaluations = not self._symbolic
             if sample.variant is not None:
-                for stage in pipeline.stages:
-                    stage.choose_variants([sample.variant])
+                pipeline.choose_variants([sample.variant])
             step = pipeline.rng.step
             begun = time.perf_counter()
             with (

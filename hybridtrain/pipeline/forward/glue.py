@@ -80,6 +80,12 @@ class Alias:
         self.source = source
         self.gradient: Tensor | None = None
 
+    def forget_graph(self) -> None:
+        """Drops the tensors: the graph has what it needs of them, and holds this."""
+        del self.source
+        if hasattr(self, "value"):  # else making it has failed
+            del self.value, self.node
+
 
 class Cut(torch.autograd.Function):
     """Begins a new graph at a value: neither a leaf nor a view, so that layers may change it.
@@ -96,7 +102,7 @@ class Cut(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # noqa: D102
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: D102
         if ctx.trip.is_in_forward:
             raise SplitError(GRADIENT_OVER_CUT)
         alias = ctx.alias
@@ -113,8 +119,12 @@ class Glue(TorchFunctionMode):
 
     def __init__(self, trip: Trip) -> None:
         super().__init__()
-        self._trip = trip
+        self._trip: Trip | None = trip
         self.is_off = False
+
+    def forget_trip(self) -> None:
+        """Ends the circle of references between the trip and this."""
+        self._trip = None
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -129,7 +139,7 @@ class Glue(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         trip = self._trip
-        if self.is_off or not trip.looks:
+        if trip is None or self.is_off or not trip.looks:
             return func(*args, **kwargs or {})
         args = trip.cut_all(args)
         return func(*args, **trip.cut_all(kwargs) if kwargs else {})
@@ -176,10 +186,6 @@ def _before_backward(inputs: Any) -> None:
 def _explain(error: RuntimeError) -> None:
     """Attributes a gradient that does not reach a value of an earlier stage to the cut."""
     trip = here.trip
-    if (
-        trip is not None
-        and trip.is_in_forward
-        and trip.stage
-        and "been used in the graph" in str(error)
-    ):
+    is_lost = "been used in the graph" in str(error)
+    if is_lost and trip is not None and trip.is_in_forward and trip.stage:
         raise SplitError(GRADIENT_OVER_CUT) from error

@@ -26,6 +26,7 @@ from hybridtrain.pipeline.layer_runner import changed_before_backward
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.replicas import ReplicaStates
 from hybridtrain.pipeline.stage_backward import StageBackward, Start
+from hybridtrain.pipeline.ties import Alias
 
 
 def saved_bytes(roots: Sequence[Root], own: Sequence[Tensor]) -> int:
@@ -61,7 +62,7 @@ class ForwardStage:
         wanted: a leaf that makes autograd record the cuts before this stage.
     """
 
-    aliases: Sequence[object] = ()  # a shared parameter has no stand-in; see `glue`
+    aliases: Sequence[Alias] = ()  # a shared parameter has no stand-in; see `glue`
 
     def __init__(
         self,

@@ -42,14 +42,14 @@ class LayerPlace(NamedTuple):
     """Where a layer runs.
 
     Attributes:
-        index: the index of the layer in the model.
+        number: the index of the layer in the model.
         stage: the index of its stage.
         name: the name of its module.
         position: the index of the layer in its stage.
         runs: the layers of its stage.
     """
 
-    index: int
+    number: int
     stage: int
     name: str
     position: int
@@ -97,6 +97,10 @@ class StageInFlight(NamedTuple):
     def gradients_before(self) -> list[Tensor | None]:
         """Returns the gradients that the backward has computed for the stage before."""
         return [alias.gradient for alias in self.aliases]
+
+
+def _no_stage(stage: int, microbatch: int) -> None:
+    raise AssertionError(f"micro-batch {microbatch} is not in a forward")
 
 
 class Trip:
@@ -200,6 +204,15 @@ class Trip:
         finally:
             self.is_in_forward = False
             here.trip = outer
+            self._end()
+
+    def _end(self) -> None:
+        """Drops what would be a circle of references: the graph's cuts hold this trip."""
+        self.glue.forget_trip()
+        self._enter_stage = self._leave_stage = _no_stage
+        for alias in chain.from_iterable(of_stage.values() for of_stage in self._aliases):
+            alias.forget_graph()
+        self._aliases, self._own_leaves, self._copies, self._head = [], {}, {}, None
 
     def place_of(self, module: nn.Module) -> LayerPlace | None:
         """Returns the place of the next call of a layer; None for other modules."""
@@ -244,7 +257,7 @@ class Trip:
                 self.enter(place.stage)
             if self.looks:
                 args, kwargs = self.cut_all(args), self.cut_all(kwargs)
-            self.draws.at(place.index)
+            self.draws.at(place.number)
             self.layer = place
             try:
                 return place.runs.run(place.position, self, args, kwargs)
@@ -257,7 +270,7 @@ class Trip:
 
     def looks_inside(self, place: LayerPlace) -> bool:
         """Returns whether a layer is known, or not yet known, to use values of earlier stages."""
-        return self.looks and (self._learns or place.index in self._model.look_inside)
+        return self.looks and (self._learns or place.number in self._model.look_inside)
 
     def look_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module of a layer that uses values of earlier stages besides its arguments."""
@@ -301,7 +314,7 @@ class Trip:
         if not self._is_earlier(tensor):
             return tensor
         if self.layer is not None:
-            self._model.look_inside.add(self.layer.index)
+            self._model.look_inside.add(self.layer.number)
         with self.glue.off():
             for stage in range(self._stage_of(tensor) + 1, self.stage + 1):
                 alias = self._aliases[stage].get(id(tensor))
@@ -397,7 +410,7 @@ class Trip:
     # --- the backward
 
     def in_flight(self, whole: Sequence[bool]) -> list[StageInFlight]:
-        """Returns, after the forward, what each stage's backward needs; the trip keeps nothing.
+        """Returns, after the forward, what each stage's backward needs.
 
         Args:
             whole: for each stage, whether its backward cannot run in two parts.
@@ -410,9 +423,6 @@ class Trip:
             for of_next in aliases[1:]
         ]
         roots.append([] if head.root is None else [head.root])
-        for alias in chain.from_iterable(aliases):
-            del alias.source, alias.value  # the graph has what it needs of them
-        self._aliases, self._own_leaves = [], {}
         return [
             StageInFlight(*values)
             for values in zip(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -498,3 +501,38 @@ def test_transformers_models_with_their_default_settings_are_exact(
             loss = reference(**dict(zip(inputs, part, strict=True))).loss
             loss.backward(torch.full_like(loss, len(part[0]) / ROWS))
     check_equal(model, reference)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_step_is_alive_after_it(fails: bool) -> None:
+    activations: list[weakref.ref[Tensor]] = []
+
+    class Probe(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.b(self.a(x).tanh()).tanh()
+            activations.append(weakref.ref(x))
+            x = self.c(x).tanh()
+            activations.append(weakref.ref(x))
+            return self.d(x)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fails and len(activations) > CHUNKS:
+            raise ArithmeticError("in the loss")
+        return F.mse_loss(output, target)
+
+    model = pipeline(Probe(), self_check=False)
+    gc.collect()
+    gc.disable()  # without the collector: no circle of references holds activations
+    try:
+        if fails:
+            with pytest.raises(ArithmeticError):
+                model.train_step(*batch(), loss)
+        else:
+            model.train_step(*batch(), loss)
+        for _ in range(500):  # threads let go of a step right after they have reported its end
+            if not any(activation() is not None for activation in activations):
+                break
+            time.sleep(0.01)
+        assert not any(activation() is not None for activation in activations)
+    finally:
+        gc.enable()
