@@ -433,6 +433,8 @@ class _StepRun:
 
 def arguments_of(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments that the inputs of a batch are to a module's forward."""
+    if type(inputs) is Tensor:  # the only argument
+        return (inputs,), {}
     signature, values = CallSignature.of_inputs(net, inputs)
     return signature.split(values)
 

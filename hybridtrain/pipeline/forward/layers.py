@@ -106,6 +106,8 @@ class LayersOfStage:
         self._steps: dict[object, int] = {}
         self._compares = self._is_late = self._recomputes_some = False
         self._records: list[Record] = []
+        self._compiled = compiled
+        self._is_plain = not (recomputed or compiled)
         self._plain: list[Callable[..., Any]] = []
         self._calls: list[Callable[..., Any]] = []
         for layer in layers:
@@ -125,6 +127,8 @@ class LayersOfStage:
         self._recomputes_some = bool(whole or self._recomputed)
         step = self._steps[kind] = self._steps.get(kind, 0) + 1
         self._compares = is_compared(step)
+        watches = self._recomputes_some and self._compares
+        self._is_plain = not (self._recomputed or self._compiled or watches)
         self._is_late = sum(self._steps.values()) > 4
         self._records.clear()
 
@@ -145,49 +149,50 @@ class LayersOfStage:
 
     def run(self, position: int, trip: Trip, args: Any, kwargs: Any) -> Any:
         """Runs the layer at a position of the stage."""
-        index, layer = self.first + position, self.layers[position]
-        recomputes = torch.is_grad_enabled() and (
-            index in self._recomputed or trip.microbatch in self.whole
-        )
-        call = self._calls[position]
-        if trip.layer is not None and trip.looks_inside(trip.layer):
-            call = partial(self._look_inside, trip, self._plain[position])
-        rng = self.rng
-        probes = rng.probes_compiled and rng.active
-        if probes and (rng.draws(index) or rng.needs_probe(index)):
-            call = self._plain[position]
-        watches = (
-            self._recomputes_some
-            and self._compares
-            and torch.is_grad_enabled()
-            and not is_recomputing()
-        )
         try:
-            if not (recomputes or watches or probes or is_profiled()):
-                return call(*args, **kwargs)
-            with (
-                profiled(layer.name),
-                self.state.watched(position, self._is_late, self._recomputes_some, self._tied)
-                if watches
-                else _NONE,
-            ):
-                if recomputes:
-                    output = self._run_recomputed(position, trip, call, args, kwargs)
-                else:
-                    output = call(*args, **kwargs)
-            if probes and rng.needs_probe(index):
-                rng.mark_probed(index)
-            return output
+            if (
+                self._is_plain
+                and trip.microbatch not in self.whole
+                and not (trip.stage and trip.looks_inside(self.first + position))
+                and not is_profiled()
+            ):  # most steps: nothing is recomputed, compared or looked at
+                return self._calls[position](*args, **kwargs)
+            return self._run_closely(position, trip, args, kwargs)
         except Exception as error:
             if not hasattr(error, "_in_layer"):
-                error._in_layer = layer.name  # type: ignore[attr-defined]
-                error.add_note(
-                    f"in layer {layer.name!r}, with the input {describe((args, kwargs))}"
-                )
+                name = self.layers[position].name
+                error._in_layer = name  # type: ignore[attr-defined]
+                error.add_note(f"in layer {name!r}, with the input {describe((args, kwargs))}")
                 for sign, hint in error_hints().items():
                     if sign in str(error):
                         error.add_note(hint)
             raise
+
+    def _run_closely(self, position: int, trip: Trip, args: Any, kwargs: Any) -> Any:
+        """Runs a layer that is recomputed, compared, looked at or measured."""
+        index, layer, rng = self.first + position, self.layers[position], self.rng
+        with_grad = torch.is_grad_enabled()
+        recomputes = with_grad and (index in self._recomputed or trip.microbatch in self.whole)
+        watches = self._recomputes_some and self._compares and with_grad and not is_recomputing()
+        probes = rng.probes_compiled and rng.active
+        call = self._calls[position]
+        if trip.looks_inside(index):
+            call = partial(self._look_inside, trip, self._plain[position])
+        elif probes and (rng.draws(index) or rng.needs_probe(index)):
+            call = self._plain[position]
+        with (
+            profiled(layer.name),
+            self.state.watched(position, self._is_late, self._recomputes_some, self._tied)
+            if watches
+            else _NONE,
+        ):
+            if recomputes:
+                output = self._run_recomputed(position, trip, call, args, kwargs)
+            else:
+                output = call(*args, **kwargs)
+        if probes and rng.needs_probe(index):
+            rng.mark_probed(index)
+        return output
 
     def _look_inside(self, trip: Trip, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if here.trip is not trip:  # recomputed in the backward, for what autograd saves only

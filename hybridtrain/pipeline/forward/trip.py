@@ -182,7 +182,8 @@ class Trip:
             self.is_in_forward = True
             with context, self.draws:
                 self.draws.at(0)
-                push_function_mode(self.glue)
+                if self._last:
+                    push_function_mode(self.glue)
                 try:
                     output = self._model.net(*args, **kwargs)
                     del args, kwargs
@@ -193,7 +194,8 @@ class Trip:
                     if self._cuts and root is not None:
                         self._head = self._head._replace(root=self.cut(root))
                 finally:
-                    pop_function_mode(self.glue)
+                    if self._last:
+                        pop_function_mode(self.glue)
             self.is_in_forward = False
             self._check_aliases()
             self._copies.clear()
@@ -250,13 +252,16 @@ class Trip:
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer in its stage, on its own names of the values that it gets."""
         glue = self.glue
-        is_popped = pop_function_mode(glue)
+        # off the stack while a layer runs, or each of its operations would pass through it
+        is_popped = self._last > 0 and pop_function_mode(glue)
         was_off, glue.is_off = glue.is_off, True
         try:
             if place.stage != self.stage:
                 self.enter(place.stage)
-            if self.looks:
-                args, kwargs = self.cut_all(args), self.cut_all(kwargs)
+            if self.stage and self.looks:
+                args = self.cut_all(args)
+                if kwargs:
+                    kwargs = self.cut_all(kwargs)
             self.draws.at(place.number)
             self.layer = place
             try:
@@ -268,9 +273,9 @@ class Trip:
             if is_popped:
                 push_function_mode(glue)
 
-    def looks_inside(self, place: LayerPlace) -> bool:
+    def looks_inside(self, layer: int) -> bool:
         """Returns whether a layer is known, or not yet known, to use values of earlier stages."""
-        return self.looks and (self._learns or place.number in self._model.look_inside)
+        return (self._learns or layer in self._model.look_inside) and self.looks
 
     def look_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module of a layer that uses values of earlier stages besides its arguments."""
@@ -295,7 +300,7 @@ class Trip:
     @property
     def looks_in_functions(self) -> bool:
         """The same for custom autograd functions, which modes do not see."""
-        inside = self.layer is not None and not self.looks_inside(self.layer)
+        inside = self.layer is not None and not self.looks_inside(self.layer.number)
         return self.is_in_forward and not inside and self.looks
 
     def cut_all(self, tree: Any) -> Any:
