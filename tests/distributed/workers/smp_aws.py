@@ -106,6 +106,7 @@ def _(world):
         aws.write_tokens,
         options(**GPT),
         options(max_steps=6, load_partial=1),
+        exact=False,  # its embedding is tied, and stages add its gradients in another order
     )
 
 
