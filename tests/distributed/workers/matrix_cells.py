@@ -16,6 +16,10 @@ for number, cell in enumerate(matrix_cells()):
     def _(world, cell=cell):
         check_cell(cell, world.rank, world.size)
 
+    @cells.add(f"forward-{cell}", thorough=number >= 3)
+    def _(world, cell=cell):
+        check_cell(cell, world.rank, world.size, engine="forward")
+
 
 if __name__ == "__main__":
     cells.main(*sys.argv[1:])
