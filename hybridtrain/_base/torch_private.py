@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -470,6 +471,7 @@ def exported_guards(program: torch.export.ExportedProgram) -> list[str]:
 # Python for every operation.
 _DRAWS_NAME = "TESTING_ONLY_GenericMode"
 _DRAWS_KEY: Any = torch._C._parse_dispatch_key(_DRAWS_NAME)
+_BELOW_DRAWS_KEY: Any = torch._C._dispatch_keyset_full_after(_DRAWS_KEY)
 _set_draws_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_included
 
 
@@ -488,7 +490,8 @@ def find_random_operations() -> None:
 
     Random operations have the tag `nondeterministic_seeded`. A composite operation
     (`CompositeImplicitAutograd`, such as `dropout`) is not intercepted, but the operations that it
-    calls are.
+    calls are. PyTorch tags its own operations. Others, such as flash-attn's, often have no tag:
+    those with an argument `dropout_p` become calls of `InterceptedDraws.call`.
 
     `torch._C._dispatch_get_all_op_names`: an extension may have added operations.
     """
@@ -511,19 +514,33 @@ def _intercept(name: str) -> None:
         operation = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
     except (AttributeError, RuntimeError):  # not for Python
         return
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
-        return
+    if torch.Tag.nondeterministic_seeded in operation.tags:
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        _set_draws_key(_DRAWS_KEY, False)
-        try:
-            return _context().draw(operation, args, kwargs)
-        finally:
-            _set_draws_key(_DRAWS_KEY, True)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            _set_draws_key(_DRAWS_KEY, False)
+            try:
+                return _context().draw(operation, args, kwargs)
+            finally:
+                _set_draws_key(_DRAWS_KEY, True)
 
+        _library(space).impl(operation, kernel, _DRAWS_NAME)
+    elif space != "aten" and any(a.name == "dropout_p" for a in operation._schema.arguments):
+
+        def passing(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            # the key stays on, because the operation may call random ones
+            run = partial(operation.redispatch, keys & _BELOW_DRAWS_KEY)
+            context = _active.get(threading.get_ident())
+            if context is None:
+                return run(*args, **kwargs)
+            return context.call(run, operation, args, kwargs)
+
+        _library(space).impl(operation, passing, _DRAWS_NAME, with_keyset=True)
+
+
+def _library(space: str) -> torch.library.Library:
     if space not in _libraries:
         _libraries[space] = torch.library.Library(space, "IMPL", _DRAWS_NAME)
-    _libraries[space].impl(operation, kernel, _DRAWS_NAME)
+    return _libraries[space]
 
 
 def _context() -> InterceptedDraws:
@@ -558,6 +575,15 @@ class InterceptedDraws(AbstractContextManager[Any]):
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`; calls that this method makes are not intercepted."""
         raise NotImplementedError
+
+    def call(
+        self, run: Callable[..., Any], operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns `run(*args, **kwargs)`, an untagged `operation` with an argument `dropout_p`.
+
+        Random operations inside it are intercepted.
+        """
+        return run(*args, **kwargs)
 
     def __enter__(self) -> Any:
         if not _libraries:

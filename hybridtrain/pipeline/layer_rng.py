@@ -260,7 +260,7 @@ class _SeededDraws(InterceptedDraws):
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`, drawn from a generator seeded by place."""
-        if kwargs.get("generator") is not None or _is_off(operation, args, kwargs):
+        if kwargs.get("generator") is not None or is_off(operation, args, kwargs):
             return operation(*args, **kwargs)
         if is_traced(args):  # also by a layer that compiles a part of itself
             return operation(*args, **kwargs)
@@ -473,7 +473,7 @@ class BackwardDraws(InterceptedDraws):
         Raises:
             UserError: the operation belongs to a recomputed forward.
         """
-        drawn_by_place = kwargs.get("generator") is None and not _is_off(operation, args, kwargs)
+        drawn_by_place = kwargs.get("generator") is None and not is_off(operation, args, kwargs)
         if drawn_by_place and _inside_checkpoint():
             raise UserError(
                 "the model's own gradient checkpointing recomputes a layer that draws random "
@@ -508,7 +508,7 @@ def _takes_generator(func: Any) -> bool:
 _dropout_place: dict[Any, int | None] = {}
 
 
-def _is_off(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+def is_off(func: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
     """Returns whether this call of `func` draws nothing: its dropout is 0."""
     if func not in _dropout_place:
         names = [argument.name for argument in func._schema.arguments]

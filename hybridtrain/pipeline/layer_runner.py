@@ -199,6 +199,7 @@ class LayerRunner:
                 skip_scope(skipped) if self._skips else _NO_SCOPE as scope,
                 rng.seeded(microbatch) as draws,
                 self._guarding_saved() if watches and guards else _NO_SCOPE,
+                _NO_SCOPE if record is None else record.run(),
             ):
                 if is_plain:
                     for layer in self.layers:
@@ -304,7 +305,7 @@ class LayerRunner:
             if self._compares:
                 piece.record = Record()
                 self._records.append(piece.record)
-        with restored, _NO_SCOPE if piece.record is None else piece.record.run():
+        with restored:
             yield
 
     def _choose_variant(self, layer: Layer, microbatch: int) -> None:
@@ -348,6 +349,7 @@ class LayerRunner:
                 skip_scope(popped) as values,
                 self._in_state(piece, [position]),
                 self.rng.seeded(microbatch) as draws,
+                _NO_SCOPE if piece.record is None else piece.record.run(),
             ):
                 if piece.record is not None:
                     piece.record.at(position)

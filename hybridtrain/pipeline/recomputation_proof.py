@@ -9,9 +9,11 @@ saves, and of each layer's output, in both runs:
     recomputed   saved 3f..  saved 81..  output of 'a' d2..  saved 6e..   (ends at the last saved)
                                                        ^ layer 'a' is the first that differs
 
-The backward uses nothing that the second run does not reach. Digests stay on their device, and are
-compared at the end of the step. The compared steps are the first `FIRST_STEPS` of each kind
-(training mode, number of micro-batches), then each power of two, and each `INTERVAL`-th step.
+The backward uses nothing that the second run does not reach. It does not use everything that is
+saved either: attention kernels save a random seed and offset, which are uninitialised memory if
+their dropout is 0. `_UnusedSeeds` finds them. Digests stay on their device, and are compared at the
+end of the step. The compared steps are the first `FIRST_STEPS` of each kind (training mode, number
+of micro-batches), then each power of two, and each `INTERVAL`-th step.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hybridtrain._base.torch_private import noting_saved, saved_hooks
+from hybridtrain._base.tensors import storage_id
+from hybridtrain._base.torch_private import InterceptedDraws, is_traced, noting_saved, saved_hooks
 from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.graph import Layer
+from hybridtrain.pipeline.layer_rng import is_off
 from hybridtrain.pipeline.tensor_digest import digest
 
 FIRST_STEPS = 4
@@ -51,6 +55,7 @@ class _Entry(NamedTuple):
         form: its type, shape and device.
         bits: a digest of its bits; None where they cannot be read.
         magnitude: the sum of its magnitudes, on devices other than the CPU.
+        is_used: False for a seed that no gradient depends on.
     """
 
     layer: int
@@ -58,6 +63,7 @@ class _Entry(NamedTuple):
     form: Any
     bits: Tensor | None
     magnitude: Tensor | None
+    is_used: bool = True
 
 
 class Record:
@@ -66,13 +72,20 @@ class Record:
     def __init__(self) -> None:
         self._runs: list[list[_Entry]] = []
         self._layer = 0
+        self._seeds: _UnusedSeeds | None = None  # in a run
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Surrounds a run of the piece."""
+        """Surrounds a run of the piece, inside the context that seeds its draws."""
         self._runs.append([])
-        with noting_saved(self._note_saved):
-            yield
+        seeds = self._seeds = _UnusedSeeds()
+        try:
+            with noting_saved(self._note_saved), seeds:
+                yield
+        finally:
+            self._seeds = None
+        for position in seeds.positions:
+            self._runs[-1][position] = self._runs[-1][position]._replace(is_used=False)
 
     def at(self, layer: int) -> None:
         """Notes that the layer at this position runs next."""
@@ -85,6 +98,8 @@ class Record:
                 self._note("output", leaf)
 
     def _note_saved(self, tensor: Tensor) -> None:
+        if self._seeds is not None:
+            self._seeds.saved(len(self._runs[-1]), tensor)
         self._note("saved", tensor)
 
     def _note(self, kind: str, tensor: Tensor) -> None:
@@ -104,6 +119,76 @@ class Record:
                 # later layers may differ because of an exempt layer
                 return None if exempt(before.layer) else before.layer
         return None
+
+
+class _UnusedSeeds(InterceptedDraws):
+    """Finds saved tensors that no gradient depends on: random seeds of a kernel without dropout.
+
+    An operation with an argument `dropout_p` draws nothing in a call where that is 0. The integers
+    that it returns are then either computed from its inputs, as its other results are, or are seeds
+    without a meaning. Operations are watched and not autograd's nodes, because compiled code saves
+    the same seeds in a node of its own. An operation's own autograd saves them before the operation
+    returns, a custom `autograd.Function` and compiled code afterwards.
+
+    Attributes:
+        positions: the positions of such tensors among the saved ones; complete at the end, but
+            only if no exception ended the operation, as one does at the end of a recomputation.
+    """
+
+    def __init__(self) -> None:
+        self.positions: set[int] = set()
+        # kept, because a freed storage's id may become another's
+        self._unused: dict[int, Tensor] = {}
+        self._saved_inside: list[tuple[int, Tensor]] = []
+        self._depth = 0
+
+    def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of a random operation, drawn as in the enclosing context."""
+        outer = self._outer
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if outer is None:
+                return operation(*args, **kwargs)
+            return outer.draw(operation, args, kwargs)
+
+        return self.call(run, operation, args, kwargs)
+
+    def call(
+        self, run: Callable[..., Any], operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns the result of an operation with an argument `dropout_p`, and notes its seeds."""
+        if not is_off(operation, args, kwargs) or is_traced(args):
+            return run(*args, **kwargs)
+        self._depth += 1
+        try:
+            result = run(*args, **kwargs)
+            inputs = {storage_id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            for leaf in tree_leaves(result):
+                if _is_integer(leaf) and storage_id(leaf) not in inputs:
+                    self._unused[storage_id(leaf)] = leaf
+            for position, tensor in self._saved_inside:
+                if storage_id(tensor) in self._unused:
+                    self.positions.add(position)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._saved_inside.clear()
+        return result
+
+    def saved(self, position: int, tensor: Tensor) -> None:
+        """Notes that autograd saves a tensor."""
+        if not _is_integer(tensor):
+            return
+        if self._depth:
+            self._saved_inside.append((position, tensor))
+        elif storage_id(tensor) in self._unused:
+            self.positions.add(position)
+
+
+def _is_integer(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.dtype == torch.bool:
+        return False
+    return not (value.is_floating_point() or value.is_complex() or value.is_quantized)
 
 
 def check_records(records: Sequence[Record], layers: Sequence[Layer]) -> None:
@@ -149,6 +234,8 @@ def differs(layer: Layer) -> ConfigError:
 def _agree(before: _Entry, after: _Entry) -> bool:
     if before[:3] != after[:3]:
         return False
+    if not (before.is_used and after.is_used):
+        return True
     if before.bits is None or after.bits is None or torch.equal(before.bits, after.bits):
         return True
     if before.magnitude is None or after.magnitude is None:
