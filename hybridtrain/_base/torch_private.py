@@ -8,10 +8,12 @@ calls it.
 
 from __future__ import annotations
 
+import enum
+import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +60,6 @@ __all__ = [
     "TorchDispatchMode",
     "adds_up_gradients",
     "all_threads_profiled",
-    "allow_recompilations",
     "allowing_torch_func",
     "backward_of_batch_norm",
     "before_ddp_waits",
@@ -90,6 +91,7 @@ __all__ = [
     "noting_saved",
     "operator_overloads",
     "operator_schema",
+    "prepare_compiler",
     "profiled",
     "record_cuda_memory",
     "run_backward",
@@ -215,17 +217,99 @@ def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
     module.__dict__["_compiled_call_impl"] = call
 
 
-def allow_recompilations(layers: int) -> None:
-    """Allows Dynamo to compile a function for this many layers of different kinds.
+_IS_2_11 = torch.__version__.split(".")[:2] == ["2", "11"]
+
+
+def prepare_compiler(layers: int, static: bool) -> None:
+    """Lets Dynamo compile this many layers of different kinds, in several threads.
+
+    Dynamo holds a lock while it compiles, also for new shapes, but not when it compiles the
+    backward in the first backward. So the backward is compiled with its forward, by
+    `torch._functorch.config.force_non_lazy_backward_lowering`; PyTorch does so anyway for dynamic
+    shapes.
 
     `torch._dynamo.config.recompile_limit`: Dynamo compiles at most 8 variants of a function and
     runs further ones uncompiled, and all modules are called by the same function.
+
+    Args:
+        layers: the number of layers.
+        static: whether to compile them with `dynamic=False`. Each call of such a function sets
+            `automatic_dynamic_shapes` and resets it, in PyTorch 2.11 for all threads, so that
+            another thread could compile for any shape.
     """
-    # this import takes a second, so it is only made when compiling
+    # these imports take a second, so they are only made when compiling
     import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
 
     for name, factor in (("recompile_limit", 1), ("accumulated_recompile_limit", 8)):
         setattr(dynamo, name, max(getattr(dynamo, name), 8 * factor * layers))
+    if static and _IS_2_11:
+        dynamo.automatic_dynamic_shapes, dynamo.assume_static_by_default = False, True
+    functorch.force_non_lazy_backward_lowering = True
+    if not torch.cuda.is_available():
+        # Where PyTorch is built for CUDA but there is no GPU, the first compilation replaces a
+        # device guard. In 2.11 the replacement ends with its thread, and the next compilation in
+        # the process crashes; this thread outlives those of the stages.
+        torch._C._ensureCUDADeviceGuardSet()
+    _detect_tracing_by_thread()
+    _guard_class_attributes()
+
+
+@functools.cache
+def _detect_tracing_by_thread() -> None:
+    """Lets a thread call compiled code while another one compiles.
+
+    `torch.fx._symbolic_trace.is_fx_symbolic_tracing`: compiled code refuses calls inside torch.fx's
+    tracing, which the compiler uses too. Up to PyTorch 2.13 the flag is one for all threads.
+    """
+    home = torch.fx._symbolic_trace
+    if not hasattr(home, "_is_fx_tracing_flag"):
+        return
+    this_thread = threading.local()
+    trace, is_tracing = torch.fx.Tracer.trace, home.is_fx_symbolic_tracing
+
+    @functools.wraps(trace)
+    def noted_trace(*args: Any, **kwargs: Any) -> Any:
+        outer = getattr(this_thread, "traces", False)
+        this_thread.traces = True
+        try:
+            return trace(*args, **kwargs)
+        finally:
+            this_thread.traces = outer
+
+    torch.fx.Tracer.trace = noted_trace  # type: ignore[method-assign]
+    home.is_fx_symbolic_tracing = lambda: getattr(this_thread, "traces", False) and is_tracing()
+
+
+@functools.cache
+def _guard_class_attributes() -> None:
+    """Lets compiled code notice a changed attribute of a class, such as `Config.rate`.
+
+    `UserDefinedClassVariable.var_getattr`: PyTorch 2.11 takes numbers, strings, lists and enums
+    that it reads from a class for constants, so compiled code would use their old values; 2.12 does
+    not.
+    """
+    if not _IS_2_11:
+        return
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import ConstantVariable, UserDefinedClassVariable
+
+    kind: Any = UserDefinedClassVariable
+    read = kind.var_getattr
+
+    @functools.wraps(read)
+    def guarded_read(variable: Any, tx: Any, name: str) -> Any:
+        if variable.source is not None and not name.startswith("__"):
+            value = inspect.getattr_static(variable.value, name, None)
+            guard = AttrSource(variable.source, name).make_guard
+            if ConstantVariable.is_literal(value):
+                install_guard(guard(GuardBuilder.CONSTANT_MATCH))
+            elif isinstance(value, enum.Enum):
+                install_guard(guard(GuardBuilder.ID_MATCH))
+        return read(variable, tx, name)
+
+    kind.var_getattr = guarded_read
 
 
 def hooks_of(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
@@ -528,7 +612,7 @@ def _intercept(name: str) -> None:
 
         def passing(keys: Any, *args: Any, **kwargs: Any) -> Any:
             # the key stays on, because the operation may call random ones
-            run = partial(operation.redispatch, keys & _BELOW_DRAWS_KEY)
+            run = functools.partial(operation.redispatch, keys & _BELOW_DRAWS_KEY)
             context = _active.get(threading.get_ident())
             if context is None:
                 return run(*args, **kwargs)

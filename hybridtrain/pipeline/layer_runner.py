@@ -21,12 +21,12 @@ from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stash, stashed_by
 from hybridtrain._base.tensors import storage_id
 from hybridtrain._base.torch_private import (
-    allow_recompilations,
     allowing_torch_func,
     backward_of_batch_norm,
     call_uncompiled,
     compile_module,
     is_profiled,
+    prepare_compiler,
     profiled,
     saved_hooks,
 )
@@ -59,7 +59,7 @@ def compile_layers(modules: Sequence[nn.Module], recomputes: bool) -> None:
             first, but with dynamic shapes another variant may match by then.
     """
     # all layers share the code of a call, and each may be compiled for its own reasons
-    allow_recompilations(len(modules))
+    prepare_compiler(len(modules), recomputes)
     dynamic = False if recomputes else None
     for module in modules:
         if isinstance(module, Segment):

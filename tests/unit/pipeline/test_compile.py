@@ -1,6 +1,7 @@
 """`compile=True` compiles every layer that does not draw, in every step."""
 
 import copy
+import enum
 import functools
 import logging
 
@@ -149,6 +150,49 @@ def test_a_compiled_layer_that_a_global_switches_draws_by_place_at_once(
     for step in range(3):
         assert_same(found[3 + step], found[step], f"step {step}", rtol=1e-6, atol=1e-7)
     assert not torch.equal(found[1]["0.weight"], found[0]["0.weight"])
+
+
+class Mode(enum.Enum):
+    PLAIN = 1
+    DOUBLED = 2
+
+
+class Globals:
+    """Attributes that compiled code reads from a class."""
+
+    flag, rate, name, numbers, mode = False, 1.0, "plain", [1], Mode.PLAIN
+
+
+class ByGlobals(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        doubles = (
+            Globals.flag
+            or Globals.rate > 1
+            or Globals.name == "doubled"
+            or Globals.numbers[0] > 1
+            or Globals.mode is Mode.DOUBLED
+        )
+        return x * 2 if doubles else x
+
+
+def test_compiled_code_notices_a_changed_attribute_of_a_class(compiled_calls, monkeypatch):
+    net = nn.Sequential(ByGlobals(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    model = hybrid(net, chunks=CHUNKS, compile=True)
+
+    def gradient():
+        net.zero_grad()
+        model.train_step(torch.ones(6, WIDTH), None, mean_loss)
+        return net[0].bias.grad
+
+    plain = gradient().clone()
+    for name, value in {
+        "flag": True, "rate": 2.0, "name": "doubled", "numbers": [2], "mode": Mode.DOUBLED,
+    }.items():  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(Globals, name, value)
+            assert torch.equal(gradient(), 2 * plain), name
+        assert torch.equal(gradient(), plain), name
 
 
 @pytest.mark.thorough

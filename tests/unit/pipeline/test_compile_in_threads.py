@@ -1,0 +1,121 @@
+"""Stages compile one after another, and run compiled code while another one compiles."""
+
+import functools
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+from support.compare import assert_same_gradients, hybrid, plain_step
+from support.nets import TanhLinear, regression
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+class Compiler:
+    """A backend that notes when compilations overlap.
+
+    Attributes:
+        count: how many forwards and backwards it has compiled.
+        threads: the names of the threads that have compiled.
+        overlaps: whether two compilations have run at the same time.
+        pause: called in each compilation, inside PyTorch's own tracing.
+        note_run: called when compiled code runs.
+    """
+
+    def __init__(self):
+        self.count = Counter()
+        self.threads = set()
+        self.overlaps = False
+        self.pause = lambda: time.sleep(0.05)
+        self.note_run = lambda: None
+        self._active = 0
+
+    def compile(self, kind, graph, inputs):
+        self._active += 1
+        self.overlaps |= self._active > 1
+        self.count[kind] += 1
+        self.threads.add(threading.current_thread().name)
+
+        def traced(x):
+            self.pause()
+            return x
+
+        make_fx(traced)(torch.ones(1))
+        self.overlaps |= self._active > 1
+        self._active -= 1
+
+        def run(*args):
+            self.note_run()
+            return graph(*args)
+
+        return run
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    compiler = Compiler()
+    backend = aot_autograd(
+        fw_compiler=functools.partial(compiler.compile, "forward"),
+        bw_compiler=functools.partial(compiler.compile, "backward"),
+    )
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    torch._dynamo.reset()
+    yield compiler
+    torch._dynamo.reset()
+
+
+class Block(TanhLinear):
+    """Is compiled for each factor."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def net(stages):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(1 + number / 10) for number in range(stages)))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_stages_never_compile_at_the_same_time(compiler, recompute):
+    ours, plain = net(3), net(3)
+    model = hybrid(ours, 3, compile=True, recompute=recompute)
+    for seed, rows in enumerate((11, 11, 22)):  # micro-batches of 3 and 2, and then of new sizes
+        x, y = regression(rows, seed)
+        ours.zero_grad()
+        plain.zero_grad()
+        plain_step(plain, x, y)
+        model.train_step(x, y, F.mse_loss)
+        assert_same_gradients(ours, plain)
+    assert not compiler.overlaps
+    assert len(compiler.threads) > 1
+    assert compiler.count["forward"] == compiler.count["backward"] > 3
+
+
+def test_a_stage_runs_compiled_code_while_another_compiles(compiler):
+    has_run = threading.Event()
+    runs = Counter()
+
+    def note_run():
+        runs[threading.current_thread().name] += 1
+        if runs["stage-0"] == 2:  # with its second micro-batch
+            has_run.set()
+
+    def pause():
+        if threading.current_thread().name == "stage-1":
+            assert has_run.wait(60), "a stage waits until another has compiled"
+
+    compiler.note_run, compiler.pause = note_run, pause
+    model = hybrid(net(2), 2, compile=True, self_check=False)
+    model.train_step(*regression(8), F.mse_loss)
+    assert compiler.threads == {"stage-0", "stage-1"}
