@@ -14,8 +14,11 @@ python -m pip install --quiet --disable-pip-version-check uv
 requirements=(uv pip compile --quiet --no-header --no-annotate pyproject.toml)
 "${requirements[@]}" --resolution lowest-direct --no-deps --output-file $environment/oldest.txt
 echo "== the required dependencies" && cat $environment/oldest.txt
-# what they and the extras need in turn is the newest that goes with them
-"${requirements[@]}" --extra text --extra dev --constraint $environment/oldest.txt --output-file $environment/all.txt
+# What they and the extras need in turn is the newest that goes with them. pyarrow does not declare
+# that it needs NumPy 2 from 26 on.
+cp $environment/oldest.txt $environment/constraints.txt
+grep -q '^numpy==1\.' $environment/oldest.txt && echo "pyarrow<26" >>$environment/constraints.txt
+"${requirements[@]}" --extra text --extra dev --constraint $environment/constraints.txt --output-file $environment/all.txt
 python -m pip install --disable-pip-version-check --constraint $environment/all.txt -e ".[text,dev]"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
