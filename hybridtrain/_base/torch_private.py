@@ -199,13 +199,13 @@ def call_uncompiled(module: nn.Module, *args: Any) -> Any:
     return module._call_impl(*args)
 
 
-def call_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns what `module(...)` runs: its hooks and its forward, or their compiled code.
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Returns what `module(...)` runs instead of its hooks and forward; None: nothing.
 
-    Uses `nn.Module._compiled_call_impl` and `_call_impl`, for the reason in `replace_call`.
+    Uses `nn.Module._compiled_call_impl`, for the reason in `replace_call`.
     """
-    compiled: Callable[..., Any] | None = module._compiled_call_impl
-    return module._call_impl if compiled is None else compiled
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:

@@ -18,7 +18,14 @@ call_signature     a batch as the arguments of a forward
 """
 
 from hybridtrain.graph.call_signature import CallSignature
-from hybridtrain.graph.chain import Chain, ChainBuilder, can_expand
+from hybridtrain.graph.chain import (
+    LARGE_SHARE,
+    Chain,
+    ChainBuilder,
+    can_expand,
+    check_unwrapped,
+    initialize_lazy,
+)
 from hybridtrain.graph.mode_graphs import TraceGuards, looks_only
 from hybridtrain.graph.segment import (
     Layer,
@@ -31,6 +38,7 @@ from hybridtrain.graph.segment import (
 from hybridtrain.graph.variants import VariantCut, Variants
 
 __all__ = [
+    "LARGE_SHARE",
     "CallSignature",
     "Chain",
     "ChainBuilder",
@@ -41,6 +49,8 @@ __all__ = [
     "VariantCut",
     "Variants",
     "can_expand",
+    "check_unwrapped",
+    "initialize_lazy",
     "is_chain",
     "layers_of",
     "looks_only",

@@ -7,6 +7,7 @@ estimates      the same by FLOPs and bytes, without running a kernel
 cost_table     the costs of layers for any number of samples in a micro-batch
 objective      the size of a stage, which the partitioner balances
 cut_search     the search for a cut: exact, for any objective, and by moves, for any score
+observed_calls the places to cut a model that runs its own forward: the calls in a run of it
 manual_split   cuts by counts, names and patterns; `with partition(i):`
 recompute      the layers and stages that the backward pass recomputes
 stage_owners   the devices that a replica is spread over, and the processes that own them

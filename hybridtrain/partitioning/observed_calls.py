@@ -34,8 +34,16 @@ from hybridtrain._base.tensors import Saved, byte_size, count_saved, storage_id
 from hybridtrain._base.torch_private import FakeTensorMode
 from hybridtrain._base.values import structure_copy
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.graph import CallSignature, Chain, Layer, is_chain, layers_of
-from hybridtrain.graph.chain import LARGE_SHARE, check_unwrapped, initialize_lazy
+from hybridtrain.graph import (
+    LARGE_SHARE,
+    CallSignature,
+    Chain,
+    Layer,
+    check_unwrapped,
+    initialize_lazy,
+    is_chain,
+    layers_of,
+)
 from hybridtrain.partitioning.costs import (
     MAX_REPEATS,
     LayerCost,

@@ -4,6 +4,8 @@ pipeline               the stages of this process, and operations on the whole m
 placement              builds the stages: layers on their devices, with links, ties and reducers
 own_stages             builds a process's part of a model without the rest
 agreement              checks that processes have the same batch, weights and frozen parameters
+forward/               the same for a pipeline that runs the model's own forward
+stage_backward         the backwards of a stage, whole or in two parts
 stage                  layers on a device, and their state between forward and backward
 boundary               values that enter a stage as leaves and leave it detached
 split_backward         a backward in two parts: for the input, and for the weights

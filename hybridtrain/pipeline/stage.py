@@ -129,7 +129,7 @@ class Stage:
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.first = connection.runner.first
         self.aliases = list(aliases)
-        self._backward = StageBackward(self._explain)
+        self._backward = StageBackward()
         self.replica_states: ReplicaStates | None = None
         self._collectors: Sequence[BatchNormCollector] | None = None
         self.saved_bytes: int | None = None
@@ -262,7 +262,7 @@ class Stage:
         # popped, so that the micro-batch's data is freed after the backward
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
-        self._backward.run(microbatch, starts, reduce)  # [4], [5]
+        self._backward.run(microbatch, starts, reduce, self._explain)  # [4], [5]
         return self._gradients_of_inputs(begun.inputs, starts)  # [6]
 
     def _gradients_of_inputs(
@@ -307,7 +307,9 @@ class Stage:
         begun = self._in_flight.pop(microbatch)
         starts = _starts(begun, gradients)
         leaves = self._leaves_of_links(begun)
-        self._backward.to_input(microbatch, _roots(begun), starts, leaves, reduce, begun.whole)
+        self._backward.to_input(
+            microbatch, _roots(begun), starts, leaves, reduce, begun.whole, self._explain
+        )
         return self._gradients_of_inputs(begun.inputs, starts)
 
     def _leaves_of_links(self, begun: _InFlight) -> list[Tensor]:
@@ -321,7 +323,7 @@ class Stage:
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs the part of a backward that `backward_to_input` has left; see `backward`."""
-        self._backward.to_weights(microbatch, reduce)
+        self._backward.to_weights(microbatch, reduce, self._explain)
 
     def _explain(self, error: RuntimeError) -> None:
         """Attributes some errors of a backward to the layer's forward that caused them."""

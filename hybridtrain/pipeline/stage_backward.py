@@ -19,6 +19,8 @@ _NONE: AbstractContextManager[None] = nullcontext()
 # Where a backward starts, and the gradient there.
 Start = tuple[Root, Tensor]
 
+Explain = Callable[[RuntimeError], None]
+
 
 class _ToWeights(NamedTuple):
     """The rest of a backward after its first part.
@@ -39,26 +41,27 @@ class StageBackward:
         reducer: averages the gradients over the replicas; None with one replica.
         places: the logical replica of each micro-batch of the step, if there are several.
 
-    Args:
-        explain: called with an error of a backward, to attribute it to a layer; may raise another.
+    Each call takes `explain`, which is called with an error of a backward to attribute it to a
+    layer, and may raise another one. It is not an attribute, because it is a method of the stage,
+    which holds this.
     """
 
-    def __init__(self, explain: Callable[[RuntimeError], None]) -> None:
+    def __init__(self) -> None:
         self.reducer: StageReducer | LocalReducer | None = None
         self.places: Sequence[MicrobatchPlace] | None = None
-        self._explain = explain
         self._to_weights: dict[int, _ToWeights] = {}
         self._divisions: dict[int, Division | None] = {}
         # None until a first backward has shown whether its graph can be divided
         self._may_split: bool | None = None
 
-    def run(self, microbatch: int, starts: Sequence[Start], reduce: bool) -> None:
+    def run(self, microbatch: int, starts: Sequence[Start], reduce: bool, explain: Explain) -> None:
         """Runs a whole backward.
 
         Args:
             microbatch: the index of the micro-batch.
             starts: the start points of the backward.
             reduce: whether it completes the stage's gradients, and averages them over the replicas.
+            explain: see the class.
         """
         self._begin_gradients(microbatch)
         reducing = _NONE
@@ -68,7 +71,7 @@ class StageBackward:
             with reducing, BackwardDraws():
                 run_from(starts)
         except RuntimeError as error:
-            self._explain(error)
+            explain(error)
             raise
 
     def divide(self, microbatch: int, roots: Sequence[Root], leaves: Sequence[Tensor]) -> None:
@@ -90,6 +93,7 @@ class StageBackward:
         leaves: Sequence[Tensor],
         reduce: bool,
         whole: bool,
+        explain: Explain,
     ) -> None:
         """Runs the part of a backward that the previous stage waits for.
 
@@ -102,6 +106,7 @@ class StageBackward:
             leaves: the leaves that get a gradient in this part.
             reduce: as in `run`.
             whole: do not divide the backward, because both parts would recompute activations.
+            explain: see the class.
         """
         if not whole:
             self.divide(microbatch, roots, leaves)
@@ -113,22 +118,22 @@ class StageBackward:
             # add to the weights after the backwards of earlier micro-batches, as in the unsplit
             # model
             for earlier, left in sorted(self._to_weights.items()):
-                self._finish(earlier, left, reduce=False)
+                self._finish(earlier, left, False, explain)
                 self._to_weights[earlier] = _ToWeights(None, ())
-            self.run(microbatch, starts, reduce)
+            self.run(microbatch, starts, reduce, explain)
         else:
             try:
                 parts.to_input()
             except RuntimeError as error:
-                self._explain(error)
+                explain(error)
                 raise
         reduces = reduce and self.reducer is not None
         starts_of_reducer = [root for root, _ in starts] if reduces else ()
         self._to_weights[microbatch] = _ToWeights(parts, starts_of_reducer)
 
-    def to_weights(self, microbatch: int, reduce: bool) -> None:
+    def to_weights(self, microbatch: int, reduce: bool, explain: Explain) -> None:
         """Runs the part of a backward that `to_input` has left; for `reduce` see `run`."""
-        self._finish(microbatch, self._to_weights.pop(microbatch), reduce)
+        self._finish(microbatch, self._to_weights.pop(microbatch), reduce, explain)
 
     def clear(self) -> None:
         """Drops all micro-batches after a failed step."""
@@ -137,7 +142,7 @@ class StageBackward:
         if self.reducer is not None:
             self.reducer.reset()
 
-    def _finish(self, microbatch: int, left: _ToWeights, reduce: bool) -> None:
+    def _finish(self, microbatch: int, left: _ToWeights, reduce: bool, explain: Explain) -> None:
         backward, roots = left
         if backward is not None:
             self._begin_gradients(microbatch)
@@ -145,7 +150,7 @@ class StageBackward:
                 with self._reducing(roots, reduce) if self.reducer is not None else _NONE:
                     backward.to_weights()
             except RuntimeError as error:
-                self._explain(error)
+                explain(error)
                 raise
 
     def _begin_gradients(self, microbatch: int) -> None:

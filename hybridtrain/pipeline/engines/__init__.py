@@ -18,14 +18,15 @@ __all__ = ["ENGINES", "EngineMaker", "InlineEngine", "ProcessEngine", "ThreadEng
 
 EngineMaker = Callable[[Sequence[Stage], Sequence[Link], World], Engine]
 
-ENGINES = ("local", "distributed", "forward")
-"""The names of all engines; `forward` runs the model's own forward, see `pipeline.forward`."""
-
-_OF_TRACED_MODELS: dict[str, EngineMaker] = {
+ENGINES: dict[str, EngineMaker | None] = {
     "local": ThreadEngine,
     "distributed": ProcessEngine,
+    "forward": None,
 }
-"""The engines of traced models with stages on several devices, by name."""
+"""The engines of models with stages on several devices, by name.
+
+None: it runs the model's own forward, on stages of another kind, see `pipeline.forward`.
+"""
 
 
 def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) -> Engine:
@@ -37,5 +38,6 @@ def make_engine(stages: Sequence[Stage], links: Sequence[Link], world: World) ->
         world: the processes.
     """
     on_one_device = len(world.devices) == world.processes_per_replica == 1
-    engine = InlineEngine if on_one_device or not links else _OF_TRACED_MODELS[world.engine]
+    engine = InlineEngine if on_one_device or not links else ENGINES[world.engine]
+    assert engine is not None
     return engine(stages, links, world)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.skip import popped_by
-from hybridtrain._base.torch_private import allow_recompilations
+from hybridtrain._base.torch_private import prepare_compiler
 from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.graph import works_in_place
 from hybridtrain.options import PipelineOptions
@@ -50,8 +50,10 @@ def build_forward_stages(
         )
     parts = planned.stages
     layers = [layer for part in parts for layer in part]
+    # not specialized to shapes that a process has seen, if they depend on the process count
+    static = policy.is_active or world.fixed_replicas is not None
     if options.compile:
-        allow_recompilations(len(layers))
+        prepare_compiler(len(layers), static)
     stage_of_layer = [stage for stage, part in enumerate(parts) for _ in part]
     by_name = dict(net.named_parameters())
     of_code: list[list[nn.Parameter]] = [[] for _ in parts]
@@ -73,7 +75,9 @@ def build_forward_stages(
             module.append(nn.ParameterList(of_code[index]))
         _place(module, device, placed)
         owned = [p for p in module.parameters() if owner.get(id(p)) == index]
-        runs = LayersOfStage(part, first, rng, policy.layers, options.compile, in_place, tied)
+        runs = LayersOfStage(
+            part, first, rng, policy.layers, options.compile, static, in_place, tied
+        )
         stages.append(ForwardStage(index, module, owned, device, runs))
         first += len(part)
     _place(net, world.devices[0], placed)  # what no layer has

@@ -10,6 +10,7 @@ surrounds both, needs no hook of its own, and neither copies nor pickles of the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,8 +22,8 @@ from torch import nn
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
 from hybridtrain._base.torch_private import (
-    call_of,
     compile_module,
+    compiled_call,
     is_profiled,
     profiled,
     replace_call,
@@ -45,26 +46,37 @@ _NONE: AbstractContextManager[Any] = nullcontext()
 
 
 class LayerCall:
-    """What calling the module of a layer does; see the module."""
+    """What calling the module of a layer does; see the module.
+
+    Does not hold the module, which holds this: a deleted model is freed at once.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._call = call_of(module)
+        self._module = weakref.ref(module)
+        self.compiled = compiled_call(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer in the trip of this thread, or the module alone."""
-        trip = here.trip
+        module, trip = self._module(), here.trip
+        assert module is not None
         if trip is not None and trip.is_in_forward and trip.layer is None:
-            place = trip.place_of(self._module)
+            place = trip.place_of(module)
             if place is not None:
                 return trip.run_layer(place, args, kwargs)
-        return self._call(*args, **kwargs)
+        return (self.compiled or module._call_impl)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leaves a copy of the module without this; parametrized modules copy all they hold."""
+
+    def __reduce__(self) -> Any:
+        """Leaves a pickle of the module without this, for the same reason."""
+        return type(None), ()
 
 
 def install(modules: Sequence[nn.Module]) -> None:
     """Makes calls of `modules` known to trips; a second time has no effect."""
     for module in modules:
-        if not isinstance(call_of(module), LayerCall):
+        if not isinstance(compiled_call(module), LayerCall):
             replace_call(module, LayerCall(module))
 
 
@@ -81,6 +93,7 @@ class LayersOfStage:
         rng: seeds their random operations.
         recomputed: the indices, in the model, of the layers that are always recomputed.
         compiled: whether layers are compiled.
+        static: compile them for each shape anew, so that a second run uses the code of the first.
         clone_inputs: copy the inputs of a recomputed layer, because another layer works in place.
         tied: the identities of parameters that stages share.
     """
@@ -92,6 +105,7 @@ class LayersOfStage:
         rng: LayerRNG,
         recomputed: frozenset[int],
         compiled: bool,
+        static: bool,
         clone_inputs: bool,
         tied: frozenset[int],
     ) -> None:
@@ -113,7 +127,7 @@ class LayersOfStage:
         for layer in layers:
             self._plain.append(layer.module._call_impl)
             if compiled:
-                compile_module(layer.module, dynamic=False if recomputed else None)
+                compile_module(layer.module, dynamic=False if static else None)
             self._calls.append(own_call(layer.module))
 
     def begin_step(self, kind: object, whole: frozenset[int]) -> None:
@@ -247,5 +261,7 @@ class LayersOfStage:
 
 def own_call(module: nn.Module) -> Callable[..., Any]:
     """Returns the call of a module outside of trips."""
-    call = call_of(module)
-    return call._call if isinstance(call, LayerCall) else call
+    call = compiled_call(module)
+    if isinstance(call, LayerCall):
+        call = call.compiled
+    return call or module._call_impl

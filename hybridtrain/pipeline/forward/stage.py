@@ -83,7 +83,7 @@ class ForwardStage:
         self.parameter_count = sum(parameter.numel() for parameter in owned)
         self.saved_bytes: int | None = None
         self.wanted = torch.zeros((), requires_grad=True)
-        self._backward = StageBackward(self._explain)
+        self._backward = StageBackward()
         self._in_flight: dict[int, StageInFlight] = {}
 
     @property
@@ -140,18 +140,18 @@ class ForwardStage:
             if gradient is not None
         ]
         if kind == "B":
-            self._backward.run(microbatch, starts, reduce)
+            self._backward.run(microbatch, starts, reduce, self._explain)
         else:
             # the cuts lead to `wanted`, and hand their gradients to the aliases on the way
             leaves = [self.wanted] if in_flight.aliases else []
             self._backward.to_input(
-                microbatch, in_flight.roots, starts, leaves, reduce, in_flight.whole
+                microbatch, in_flight.roots, starts, leaves, reduce, in_flight.whole, self._explain
             )
         return in_flight.gradients_before()
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs the part of a backward that its first part has left."""
-        self._backward.to_weights(microbatch, reduce)
+        self._backward.to_weights(microbatch, reduce, self._explain)
 
     def _explain(self, error: RuntimeError) -> None:
         """Attributes some errors of a backward to the layer's forward that caused them."""

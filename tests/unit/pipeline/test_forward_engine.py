@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import time
 import weakref
 from collections.abc import Callable
@@ -424,6 +425,18 @@ def test_evaluation_equals_the_module() -> None:
     x, _ = batch()
     with torch.no_grad():
         assert torch.equal(model(x), torch.cat([net(part) for part in x.tensor_split(CHUNKS)]))
+
+
+def test_a_copy_or_a_pickle_of_a_layer_is_separate_from_the_pipeline() -> None:
+    torch.manual_seed(0)
+    plain = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    net = nn.Sequential(plain, nn.Tanh(), nn.Linear(8, 8))
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    pipeline(net)
+    for _ in range(3):
+        copy.deepcopy(net)[0](batch()[0])
+    pickle.loads(pickle.dumps(net[2]))(batch()[0])
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
 
 
 def test_submodules_may_be_called_outside_of_the_pipeline() -> None:
