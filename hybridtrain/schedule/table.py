@@ -109,7 +109,7 @@ class Schedule:
     def furthest_ahead(self) -> tuple[tuple[int, Action], ...]:
         """All (device, action) pairs, one at a time, each stage as far ahead as it may be.
 
-        Of the actions whose dependencies are done, the one of the earliest stage comes next.
+        The next action is the one with the earliest stage among those whose dependencies are done.
         """
         order: list[tuple[int, Action]] = []
         made: set[Need] = set()
