@@ -192,23 +192,31 @@ def structure_copy(
     copies = {} if copies is None else copies
     if id(value) in copies:
         return copies[id(value)]
-    copy = value
-    kind = type(value)
     if isinstance(value, Tensor):
-        copy = of_tensor(value)
-    elif isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
+        copies[id(value)] = of_tensor(value)
+        return copies[id(value)]
+    if isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
         return value
-    elif kind in (list, tuple, set):
-        copy = kind(structure_copy(item, of_tensor, copies) for item in value)
-    elif kind is dict:
-        copy = {key: structure_copy(item, of_tensor, copies) for key, item in value.items()}
-    elif type(getattr(value, "__dict__", None)) is dict:
-        try:
-            copy = shallow_copy(value)
-        except Exception:  # an object that refuses to be copied, such as one with a lock
-            return value
-        copies[id(value)] = copy  # before its attributes, which may hold it
-        for name, item in list(vars(copy).items()):
-            vars(copy)[name] = structure_copy(item, of_tensor, copies)
-    copies[id(value)] = copy
+    if type(value) is tuple:
+        return tuple(structure_copy(item, of_tensor, copies) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(structure_copy(item, of_tensor, copies) for item in value)
+    is_container = isinstance(value, list | dict | set)
+    if not is_container and type(getattr(value, "__dict__", None)) is not dict:
+        return value
+    try:
+        copy = shallow_copy(value)
+    except Exception:  # an object that refuses to be copied, such as one with a lock
+        return value
+    if copy is value:
+        return value
+    copies[id(value)] = copy  # before its items, which may hold it
+    if isinstance(copy, list):
+        copy[:] = [structure_copy(item, of_tensor, copies) for item in copy]
+    elif isinstance(copy, dict):
+        for key, item in list(copy.items()):
+            copy[key] = structure_copy(item, of_tensor, copies)
+    attributes: dict[str, Any] = getattr(copy, "__dict__", {})
+    for name, item in list(attributes.items()):
+        attributes[name] = structure_copy(item, of_tensor, copies)
     return copy

@@ -53,8 +53,8 @@ class Chain:
         unexpanded: the modules that could not be expanded, with the reason.
         guards: checks that the model has not changed since it was traced.
         variants: its graphs for inputs of other kinds; None if one graph fits all inputs.
-        code_parameters: for each parameter that no layer has, by name, the index of the layer in
-            whose stage the code between layers first uses it.
+        first_uses: for parameters of an observed model, by name, the index of the layer in whose
+            stage they are first used: in the layer, or in the code after it.
     """
 
     layers: list[Layer]
@@ -63,7 +63,7 @@ class Chain:
     unexpanded: Mapping[str, str] = field(default_factory=dict)
     guards: TraceGuards = field(default_factory=TraceGuards)
     variants: Variants | None = None
-    code_parameters: Mapping[str, int] = field(default_factory=dict)
+    first_uses: Mapping[str, int] = field(default_factory=dict)
 
 
 class ChainBuilder:

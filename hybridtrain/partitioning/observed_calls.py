@@ -33,7 +33,7 @@ from hybridtrain._base.skip import popped_by, skip_scope, stashed_by
 from hybridtrain._base.tensors import Saved, byte_size, count_saved, storage_id
 from hybridtrain._base.torch_private import FakeTensorMode
 from hybridtrain._base.values import structure_copy
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import ConfigError, SplitError, setting
 from hybridtrain.graph import (
     LARGE_SHARE,
     CallSignature,
@@ -146,7 +146,10 @@ class ObservedChains:
         if is_chain(self._net) and (self._inputs is None or not expand):
             elements = layers_of(self._net)
             units = [(unit, 0) for unit in range(len(elements))]
-            return Chain(elements, units, self._together(elements))
+            first_uses: dict[str, int] = {}
+            if self._inputs is not None:
+                first_uses = self._first_uses([call.begin for call in self.calls_of(elements)])
+            return Chain(elements, units, self._together(elements), first_uses=first_uses)
         unit_calls = self._front(self.run.root, ())
         if not unit_calls:
             return self.one_layer()
@@ -168,7 +171,7 @@ class ObservedChains:
             layers,
             units,
             self._together(layers),
-            code_parameters=self._code_parameters(layers, begins),
+            first_uses=self._first_uses(begins),
         )
 
     def one_layer(self) -> Chain:
@@ -229,14 +232,15 @@ class ObservedChains:
                 positions.update(range(start + 1, index + 1))
         return frozenset(positions)
 
-    def _code_parameters(self, layers: Sequence[Layer], begins: Sequence[int]) -> dict[str, int]:
-        """Returns the layer in whose stage each parameter is first used that no layer has."""
-        of_layers = {id(p) for layer in layers for p in layer.module.parameters()}
-        uses = self.run.parameter_uses
+    def _first_uses(self, begins: Sequence[int]) -> dict[str, int]:
+        """Returns the layer in whose stage each parameter is first used, by name.
+
+        Args:
+            begins: the event at which each layer begins.
+        """
         return {
-            name: max(sum(begin <= uses.get(name, 0) for begin in begins) - 1, 0)
-            for name, parameter in self._net.named_parameters()
-            if id(parameter) not in of_layers
+            name: max(sum(begin <= use for begin in begins) - 1, 0)
+            for name, use in self.run.parameter_uses.items()
         }
 
 
@@ -371,8 +375,12 @@ def observe(
         for with_data in attempts:
             try:
                 return _observed(net, inputs, precision, with_data, keeps_values)
-            except ConfigError:
-                raise
+            except ConfigError as error:  # it cannot be copied
+                raise SplitError(
+                    f"the calls of {type(net).__name__} cannot be observed, because it cannot be "
+                    f"copied ({error.__cause__}): give the object that refuses it a __deepcopy__, "
+                    f"or set {setting('engine', 'local')}"
+                ) from error
             except Exception as error:
                 failure = failure or error
     assert failure is not None

@@ -137,7 +137,7 @@ class PlannedLayers:
     units: list[tuple[int, int]]
     guards: TraceGuards
     variants: Variants | None = None
-    code_parameters: Mapping[str, int] = field(default_factory=dict)
+    first_uses: Mapping[str, int] = field(default_factory=dict)
     runs_forward: bool = False
 
 
@@ -263,7 +263,7 @@ class Planner:
             chain.units,
             chain.guards,
             chain.variants,
-            chain.code_parameters,
+            chain.first_uses,
             self._runs_forward,
         )
 

@@ -118,7 +118,6 @@ class ForwardCheck:
         kind = (*shapes, spec, training, trains, len(sizes))
         if kind in self._kinds:
             return
-        self._kinds.add(kind)
         count = min(len(sizes), len(self._model.plan.stages) + 1)
         # cut from the batch, because shared values are marked only there
         pieces = [(min(size, SAMPLES), max(size - SAMPLES, 0)) for size in sizes]
@@ -135,6 +134,7 @@ class ForwardCheck:
                         "model.verify(...)",
                         reason,
                     )
+        self._kinds.add(kind)
 
     def _check(self, batch: _Batch, whole: Sequence[Any]) -> None:
         run = _Run(self._model)

@@ -217,6 +217,11 @@ class RunDirectory:
         Raises:
             ConfigError: a folder of the run is a link to another place, or a file is not a run's.
         """
+        if self.path.is_symlink() and not is_within(self.path, self.path.parent):
+            raise ConfigError(
+                f"{self.path} is a link to {os.readlink(self.path)}: set output_dir= to the folder "
+                f"in which the run shall be, or set another run_name="
+            )
         for name in FOLDERS:
             self.folder(name)
         if not (self.path / "config.yaml").exists():

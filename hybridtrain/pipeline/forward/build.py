@@ -54,12 +54,14 @@ def build_forward_stages(
     static = policy.is_active or world.fixed_replicas is not None
     if options.compile:
         prepare_compiler(len(layers), static)
-    stage_of_layer = [stage for stage, part in enumerate(parts) for _ in part]
-    by_name = dict(net.named_parameters())
-    of_code: list[list[nn.Parameter]] = [[] for _ in parts]
-    for name, layer in planned.code_parameters.items():
-        of_code[stage_of_layer[layer]].append(by_name[name])
     owner = owners_of(planned, net)
+    # parameters that the code of their first stage uses, and no layer of it has
+    of_code: list[list[nn.Parameter]] = [[] for _ in parts]
+    for parameter in net.parameters():
+        home = owner[id(parameter)]
+        of_layers = (p for layer in parts[home] for p in layer.module.parameters())
+        if all(parameter is not p for p in of_layers):
+            of_code[home].append(parameter)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     in_place = policy.is_active and any(works_in_place(layer.module) for layer in layers)
     uses = [{id(p) for layer in part for p in layer.module.parameters()} for part in parts]
@@ -90,23 +92,28 @@ def build_forward_stages(
         if group is not None:
             unused = options.find_unused_parameters
             stage.reducer = StageReducer(stage.module, named, group, unused, world)
+            stage.check_parameters(frozenset(map(id, named.values())), names)
         elif world.logical_replicas > 1:
             stage.reducer = LocalReducer(named, world)
     return stages
 
 
 def owners_of(planned: PlannedLayers, net: nn.Module) -> dict[int, int]:
-    """Returns the stage that owns each parameter, by its `id`: the first that uses it."""
+    """Returns the stage that owns each parameter, by its `id`: the first that uses it.
+
+    Its reducer averages the gradient, so the gradients of all later stages must reach it first.
+    """
     parts = planned.stages
     stage_of_layer = [stage for stage, part in enumerate(parts) for _ in part]
-    by_name = dict(net.named_parameters())
     owner: dict[int, int] = {}
     for index, part in enumerate(parts):
         for layer in part:
             for parameter in layer.module.parameters():
                 owner.setdefault(id(parameter), index)
-    for name, layer_index in planned.code_parameters.items():
-        owner.setdefault(id(by_name[name]), stage_of_layer[layer_index])
+    for name, parameter in net.named_parameters():
+        first = planned.first_uses.get(name)
+        stage = owner.get(id(parameter), 0 if first is None else len(parts))
+        owner[id(parameter)] = stage if first is None else min(stage, stage_of_layer[first])
     return owner
 
 

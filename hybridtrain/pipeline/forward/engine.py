@@ -163,8 +163,10 @@ class ForwardEngine:
             )
         if schedule.trains:
             for lane, worker in enumerate(self._lanes):
+                run.expect_one()
                 worker.inbox.put(partial(copy_context().run, run.run_backwards, lane))
         for microbatch in run.trip_order:
+            run.expect_one()
             self._trip_inbox.put(partial(copy_context().run, run.run_trip, microbatch))
 
 
@@ -230,7 +232,7 @@ class _StepRun:
             self._turns = list(map(Turns, schedule.lanes))
         # the gradients from each stage to the one before, in the order of the micro-batches
         self._gradients: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(schedule.stages)]
-        self._left = schedule.chunks + (len(schedule.lanes) if schedule.trains else 0)
+        self._left = 0
         self._ends: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.Lock()
         self._starts: dict[int, Mark] = {}
@@ -424,6 +426,15 @@ class _StepRun:
             turns.stop()
         for queue in self._gradients:
             queue.put(None)
+
+    def expect_one(self) -> None:
+        """Makes `join` wait for one more trip or device.
+
+        Called right before it is queued: if starting a thread fails, or Ctrl-C arrives between two
+        of them, `join` waits for no others.
+        """
+        with self._lock:
+            self._left += 1
 
     def _end(self) -> None:
         with self._lock:

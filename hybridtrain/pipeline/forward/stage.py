@@ -6,7 +6,7 @@ their state, and the backwards of micro-batches in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,14 @@ from hybridtrain._base.torch_private import tensors_saved_by
 from hybridtrain.errors import argument
 from hybridtrain.graph import Layer
 from hybridtrain.pipeline.batch_norm import BatchNormCollector
-from hybridtrain.pipeline.boundary import Root, nodes_from
+from hybridtrain.pipeline.boundary import Root, nodes_from, parameters_of
 from hybridtrain.pipeline.forward.layers import LayersOfStage
 from hybridtrain.pipeline.forward.trip import StageInFlight
 from hybridtrain.pipeline.layer_runner import changed_before_backward
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.replicas import ReplicaStates
 from hybridtrain.pipeline.stage_backward import StageBackward, Start
-from hybridtrain.pipeline.ties import Alias
+from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
 
 def saved_bytes(roots: Sequence[Root], own: Sequence[Tensor]) -> int:
@@ -85,6 +85,17 @@ class ForwardStage:
         self.wanted = torch.zeros((), requires_grad=True)
         self._backward = StageBackward()
         self._in_flight: dict[int, StageInFlight] = {}
+        self._allowed: frozenset[int] | None = None
+        self._names: Mapping[int, str] = {}
+
+    def check_parameters(self, allowed: frozenset[int], names: Mapping[int, str]) -> None:
+        """Checks the graph of the first micro-batch for parameters of other stages.
+
+        Args:
+            allowed: the `id` of each parameter that the stage owns.
+            names: the names of the model's parameters, by their `id`.
+        """
+        self._allowed, self._names = allowed, names
 
     @property
     def reducer(self) -> StageReducer | LocalReducer | None:
@@ -110,6 +121,12 @@ class ForwardStage:
 
     def hold(self, microbatch: int, in_flight: StageInFlight) -> None:
         """Holds what the backward of a micro-batch needs."""
+        if self._allowed is not None:
+            # the gradient of another stage's parameter would not be averaged over the replicas
+            refuse_foreign_parameters(
+                parameters_of(in_flight.roots), self._allowed, self._names, self
+            )
+            self._allowed = None
         if self.saved_bytes is None:
             own = [*self.module.parameters(), *self.module.buffers()]
             self.saved_bytes = saved_bytes(in_flight.roots, own)

@@ -12,7 +12,7 @@ the stage of the layer before it; `glue` cuts the values of earlier stages that 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -223,8 +223,14 @@ class Trip:
             return None
         if len(places) == 1:
             return places[0]
-        call = self._calls[id(module)] = self._calls.get(id(module), -1) + 1
-        return places[min(call, len(places) - 1)]
+        if torch._C._functorch.maybe_current_level() is not None:
+            return None  # no stage can begin inside of a transform
+        # a call that was skipped on another path moves no later call back to an earlier stage
+        call = self._calls.get(id(module), 0)
+        while call < len(places) and places[call].stage < self.stage:
+            call += 1
+        self._calls[id(module)] = call + 1
+        return places[call] if call < len(places) else None
 
     def enter(self, stage: int) -> None:
         """Moves to a later stage: passes on, and waits for its turn.
@@ -259,9 +265,10 @@ class Trip:
             if place.stage != self.stage:
                 self.enter(place.stage)
             if self.stage and self.looks:
-                args = self.cut_all(args)
+                args = self._arguments(place, args)
                 if kwargs:
-                    kwargs = self.cut_all(kwargs)
+                    names, values = kwargs.keys(), self._arguments(place, kwargs.values())
+                    kwargs = dict(zip(names, values, strict=True))
             self.draws.at(place.number)
             self.layer = place
             try:
@@ -272,6 +279,24 @@ class Trip:
             glue.is_off = was_off
             if is_popped:
                 push_function_mode(glue)
+
+    def _arguments(self, place: LayerPlace, values: Iterable[Any]) -> tuple[Any, ...]:
+        """Returns arguments of a layer, with this stage's own names of tensors in them.
+
+        A list or a dict stays the same object, because the layer may add to it for its caller. The
+        layer is looked into instead.
+        """
+        own: list[Any] = []
+        for value in values:
+            if isinstance(value, Tensor):
+                own.append(self.cut(value))
+            elif type(value) is tuple:
+                own.append(self._arguments(place, value))
+            else:
+                if type(value) not in PLAIN and self._has_foreign((value,)):
+                    self._model.look_inside.add(place.number)
+                own.append(value)
+        return tuple(own)
 
     def looks_inside(self, layer: int) -> bool:
         """Returns whether a layer is known, or not yet known, to use values of earlier stages."""

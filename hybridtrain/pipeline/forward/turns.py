@@ -54,7 +54,10 @@ class Turns:
         """Passes the turn on to the next action."""
         self._next += 1
         if self._next < len(self._actions):
-            self._locks[self._actions[self._next]].release()
+            try:
+                self._locks[self._actions[self._next]].release()
+            except RuntimeError as error:  # `stop` has released it
+                raise Stopped from error
 
     def stop(self) -> None:
         """Ends all waits, present and future."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import pickle
@@ -239,6 +240,45 @@ def test_a_recomputed_layer_gets_objects_as_they_were() -> None:
     model.train_step(x, y, loss_of)
     plain_step(reference, x, y)
     check_equal(model, reference)
+
+
+@pytest.mark.parametrize("container", [dict, collections.OrderedDict])
+def test_a_layer_may_add_to_a_container_that_it_gets(container: Any) -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            cache["seen"].append(x)
+            return self.linear(torch.stack(cache["seen"]).sum(0)).tanh()
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Adds() for _ in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache = container(seen=[])
+            for layer in self.layers:
+                x = layer(x, cache)
+            return x
+
+    torch.manual_seed(0)
+    net = Caching()
+    reference = copy.deepcopy(net)
+    for recompute in ("never", "always"):
+        model = pipeline(net, 3, recompute=recompute)
+        model.train_step(*batch(), loss_of)
+        plain_step(reference, *batch())
+    check_equal(model, reference)
+
+
+def test_a_step_that_was_refused_is_refused_again() -> None:
+    model = pipeline(AttributeAcrossStages())
+    for _ in range(2):
+        with pytest.raises(NotExactError, match="its forward changes aux"):
+            model.train_step(*batch(), loss_of)
 
 
 def test_values_that_a_forward_reads_may_change_between_steps() -> None:
