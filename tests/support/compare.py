@@ -18,16 +18,22 @@ CHUNKS = 4
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 
-def cpu_world(nb_part: int = 1, replica: int | None = None) -> World:
+def cpu_world(nb_part: int = 1, replica: int | None = None, engine: str = "local") -> World:
     """The World of this process on CPUs; with `replica`, as if there were others before it."""
-    world = World.from_env(nb_part=nb_part, devices="cpu", timeout_s=60)
+    world = World.from_env(nb_part=nb_part, devices="cpu", timeout_s=60, engine=engine)
     return world if replica is None else dataclasses.replace(world, rank=replica)
 
 
-def hybrid(net: nn.Module, nb_part: int = 2, stages_per_device: int = 1, **options: Any) -> Any:
+def hybrid(
+    net: nn.Module,
+    nb_part: int = 2,
+    stages_per_device: int = 1,
+    engine: str = "local",
+    **options: Any,
+) -> Any:
     """`net` as a pipeline over `nb_part` CPU devices, with 4 micro-batches unless `chunks=`."""
     options = {"chunks": CHUNKS, "stages_per_device": stages_per_device, **options}
-    return HybridModel(net, cpu_world(nb_part), **options)
+    return HybridModel(net, cpu_world(nb_part, engine=engine), **options)
 
 
 def micro_batches(inputs: Any, targets: Any, chunks: int) -> Iterator[tuple[Any, Any]]:

@@ -234,7 +234,12 @@ class LayersOfStage:
                 draws, scope = self.rng.seeded_again(microbatch, drawn), skip_scope(popped)
                 args, kwargs = map_tensors(torch.clone, objects) if in_place else objects
             is_first = False
-            with self._in_state(piece, position), draws, scope:
+            with (
+                self._in_state(piece, position),
+                draws,
+                scope,
+                _NONE if piece.record is None else piece.record.run(),
+            ):
                 if piece.record is not None:
                     piece.record.at(position)
                 output = call(*args, **kwargs)
@@ -255,7 +260,7 @@ class LayersOfStage:
             if self._compares:
                 piece.record = Record()
                 self._records.append(piece.record)
-        with restored, _NONE if piece.record is None else piece.record.run():
+        with restored:
             yield
 
 
