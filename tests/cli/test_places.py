@@ -470,6 +470,20 @@ def test_a_folder_of_a_run_that_is_a_link_is_refused(
     assert f"outputs/theirs/{name}" in capfd.readouterr().err
 
 
+def test_a_run_directory_that_is_a_link_is_refused_and_its_place_may_be_typed(
+    home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    Path("outputs").mkdir(exist_ok=True)
+    Path("outputs/linked").symlink_to(elsewhere)
+    assert main(["recipe=digits", "run_name=linked", *QUICK]) == 2
+    assert "outputs/linked is a link to" in capfd.readouterr().err
+    assert not list(elsewhere.iterdir())
+    typed = ["recipe=digits", "run_name=linked", f"output_dir={elsewhere}", *QUICK]
+    assert main(typed) == 0
+
+
 def test_a_trace_of_the_profiler_does_not_follow_a_link(home: Path) -> None:
     trace = Path("outputs/x/profile/rank_0_steps_1_to_2.pt.trace.json")
     trace.parent.mkdir(parents=True)
