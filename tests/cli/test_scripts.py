@@ -158,7 +158,9 @@ echo torch==2.11 >"$2\"""",
         assert done.returncode == status, done.stderr
         _, _, oldest, rest, install, tests = log.read_text().splitlines()
         assert "--resolution lowest-direct" in oldest
-        assert "--constraint .venv-oldest/oldest.txt" in rest
+        assert "--constraint .venv-oldest/constraints.txt" in rest
+        constraints = (clone / ".venv-oldest/constraints.txt").read_text()
+        assert "torch==2.11" in constraints
         assert "--constraint .venv-oldest/all.txt -e .[text,dev]" in install
         assert tests.startswith("-m pytest")
         assert tests.endswith("tests/unit -x")
