@@ -86,6 +86,7 @@ __all__ = [
     "has_saved_hooks",
     "hooks_of",
     "is_traced",
+    "keep_device_guard",
     "leave_draws",
     "loader_workers",
     "noting_saved",
@@ -246,13 +247,19 @@ def prepare_compiler(layers: int, static: bool) -> None:
     if static and _IS_2_11:
         dynamo.automatic_dynamic_shapes, dynamo.assume_static_by_default = False, True
     functorch.force_non_lazy_backward_lowering = True
-    if not torch.cuda.is_available():
-        # Where PyTorch is built for CUDA but there is no GPU, the first compilation replaces a
-        # device guard. In 2.11 the replacement ends with its thread, and the next compilation in
-        # the process crashes; this thread outlives those of the stages.
-        torch._C._ensureCUDADeviceGuardSet()
     _detect_tracing_by_thread()
     _guard_class_attributes()
+
+
+def keep_device_guard() -> None:
+    """Lets threads compile and end, also parts of layers that compile themselves.
+
+    `torch._C._ensureCUDADeviceGuardSet`: where PyTorch is built for CUDA but there is no GPU, the
+    first tracing replaces the device guard of the process. In 2.11 the replacement is freed with
+    its thread, and the next tracing crashes, so this thread makes it before those of the stages.
+    """
+    if _IS_2_11 and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
 
 
 @functools.cache

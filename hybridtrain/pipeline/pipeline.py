@@ -22,6 +22,7 @@ from hybridtrain._base.accelerator import accelerator_of, put
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.tensors import resident_bytes
+from hybridtrain._base.torch_private import keep_device_guard
 from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
@@ -193,6 +194,7 @@ class Pipeline:
         self._engine = self._new_engine()
 
     def _new_engine(self) -> Engine:
+        keep_device_guard()
         if self.planned.runs_forward:
             stages = [stage for stage in self.stages if isinstance(stage, ForwardStage)]
             return forward_engine(
