@@ -256,7 +256,7 @@ def keep_device_guard() -> None:
 
     `torch._C._ensureCUDADeviceGuardSet`: where PyTorch is built for CUDA but there is no GPU, the
     first tracing replaces the device guard of the process. In 2.11 the replacement is freed with
-    its thread, and the next tracing crashes, so this thread makes it before those of the stages.
+    its thread, and the next tracing crashes, so this thread makes it before any stage thread.
     """
     if _IS_2_11 and not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()

@@ -508,7 +508,7 @@ NO_PLACES = {
     "trainer.loss.targets": "of the data",
     "trainer.metrics.validate_args": "true or false",
 }
-"""Arguments that smell of a place, but are none."""
+"""Arguments with the name of a place that do not name one."""
 
 
 def smells(name: str, annotation: object) -> bool:

@@ -8,8 +8,8 @@
 
 [1] A micro-batch is a `Trip`, which runs the whole forward in a thread of its own; [3] each device
 has a thread that runs its backwards. [2] All of them wait for their `Turns`, in the order of the
-schedule, so a device does one thing at a time. [4] A backward also waits for the gradients of the
-next stage's. [5] The first failure wakes and ends all.
+schedule, so a device does one thing at a time. [4] A backward also waits for the gradients from the
+next stage. [5] The first failure wakes and ends all.
 
 Threads are kept: as many trips run at once as the schedule needs suspended at the same time,
 because OpenMP keeps a pool of threads for each thread that computes. A pipeline of one stage has no
@@ -176,7 +176,7 @@ def suspended_at_once(schedule: Schedule) -> int:
 
     Counted in an order that satisfies all dependencies. With as many threads, every action of that
     order finds its trip running: those before it are over or hold a thread, and trips begin in one
-    order, that of the first stage.
+    order: the order of the first stage.
     """
     under_way = most = 0
     for _, action in schedule.in_one_order:
@@ -451,7 +451,7 @@ def arguments_of(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str
 
 
 class _Worker:
-    """A thread that runs what comes into its inbox."""
+    """A thread that runs the functions in its inbox."""
 
     def __init__(
         self,

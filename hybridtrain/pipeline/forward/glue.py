@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hybridtrain.pipeline.forward.trip import Trip
 
 
-# Leaves of arguments that are no tensors and hold none, by far the most frequent.
+# Leaves of arguments that are not tensors and hold none, by far the most frequent.
 PLAIN = frozenset(
     (
         *(int, float, bool, str, type(None), slice, type(...)),
