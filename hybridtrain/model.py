@@ -17,14 +17,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parameter import Parameter
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._base import codec
+from hybridtrain._base.accelerator import put
 from hybridtrain._base.adapter import BaseWeights
 from hybridtrain._base.joining import JoinProof, check_same_but_samples
 from hybridtrain._base.microbatch import (
+    Microbatch,
     MicrobatchCut,
     as_containers,
     batch_size,
@@ -37,7 +39,7 @@ from hybridtrain._base.precision import autocast
 from hybridtrain._base.shares import MicrobatchPlace, Shares
 from hybridtrain._base.values import named_leaves
 from hybridtrain.errors import BatchError, ConfigError, UserError, argument, setting
-from hybridtrain.graph import layers_of
+from hybridtrain.graph import check_unwrapped, is_chain, layers_of
 from hybridtrain.loss import (
     BatchWeight,
     CountedLoss,
@@ -55,11 +57,12 @@ from hybridtrain.loss import (
     zero_of,
 )
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.partitioning import Plan, PlannedLayers, Planner
+from hybridtrain.partitioning import Plan, PlannedLayers, Planner, needs_costs
 from hybridtrain.pipeline import (
     BatchCheck,
     Head,
     HeadOutput,
+    LayerRNG,
     Pipeline,
     Timeline,
     check_schedule,
@@ -73,6 +76,7 @@ from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.verification import CutModel, ForwardCheck, SelfCheck, Verification, undone, verify
 from hybridtrain.world import World
 
+_FROM_SPLIT = ("pipeline", "plan", "planned", "stages")
 _MOVES = ("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type", "to_empty")
 
 
@@ -248,6 +252,12 @@ class StepLoss(Tensor):
 
 def no_attribute(net: nn.Module | None, name: str) -> NoReturn:
     """Raises an AttributeError that says what to use instead of `name`."""
+    if name in _FROM_SPLIT:
+        raise UserError(
+            f"the model has no {name} before its first batch, which shows where its forward can be "
+            f"split: pass {argument('example_inputs')}<the inputs of a batch>, or call "
+            "model.split_for(inputs)"
+        )
     text = f"'HybridModel' object has no attribute {name!r}"
     if name in _MOVES:
         text += (
@@ -296,11 +306,13 @@ class HybridModel:
 
     Args:
         net: any module. An `nn.Sequential` is split between its elements (nested ones are
-            flattened); any other module is traced, see `hybridtrain.graph`.
+            flattened), any other module between the submodules that its forward calls.
         world: the processes and devices; `world.nb_part` devices form one pipeline.
         options: how to split and run the model; see `PipelineOptions`.
-        example_inputs: the inputs of a batch, as for `train_step`; needed to measure layers and to
-            trace models whose forward has optional arguments or that torch.fx cannot trace.
+        example_inputs: the inputs of a batch, as for `train_step`, in which layers are found and
+            measured. None: the first batch. `engine="distributed"` needs them at construction, to
+            measure layers and to trace models whose forward has optional arguments or that torch.fx
+            cannot trace.
         **settings: fields of `options` to change: `HybridModel(net, world, chunks=8)`.
 
     Attributes:
@@ -315,6 +327,8 @@ class HybridModel:
         changes: how often parameters have been frozen or unfrozen since construction.
         base: the frozen weights of a model with an adapter, once `init_from` has loaded them.
         rng: seeds the random operations of the layers; checkpoints store its `step`.
+        is_split: whether the model has been split, at construction or by its first batch. Until
+            then `pipeline`, `stages`, `plan` and `planned` are not available.
 
     Raises:
         SplitError, ScheduleError, ConfigError: an argument is invalid, or `example_inputs` is
@@ -339,20 +353,15 @@ class HybridModel:
         if options.sync_batch_norm:
             net = with_sync_batch_norm(net, world)
         remove_aliases(net)
-        planner = Planner(
-            net,
-            options,
-            example_inputs,
-            world.stage_owners,
-            runs_forward=world.engine == "forward",
-        )
-        plan = world.from_main(planner.plan)
-        planned = planner.layers_of(plan)
-        if world.processes_per_replica > 1 and example_inputs is not None:
-            # the only time at which a process has the whole model
-            check = SelfCheck(CutModel(net, plan, planned, options, world))
-            world.on_main(partial(check.check_at_construction, example_inputs))
-        self._begin(net, world, options, plan, planned)
+        check_unwrapped(net)
+        self._begin(net, world, options)
+        needs_inputs = needs_costs(options) or not is_chain(net)
+        if example_inputs is not None or not (world.runs_forward and needs_inputs):
+            self.split_for(example_inputs)
+        else:
+            for tensor in (*net.parameters(), *net.buffers()):
+                if not is_lazy(tensor):
+                    world.broadcast_tensor(tensor.data)
 
     @classmethod
     @torch.inference_mode(False)
@@ -403,23 +412,18 @@ class HybridModel:
         if parts is None:
             return cls(build(), world, options, example_inputs=example_inputs)
         model = cls.__new__(cls)
-        model._begin(parts.net, world, options, parts.plan, parts.planned)
+        model._begin(parts.net, world, options)
+        model._cut_into(parts.plan, parts.planned)
         return model
 
-    def _begin(
-        self,
-        net: nn.Module,
-        world: World,
-        options: PipelineOptions,
-        plan: Plan,
-        planned: PlannedLayers,
-    ) -> None:
+    def _begin(self, net: nn.Module, world: World, options: PipelineOptions) -> None:
         self.net = net
         self.world = world
         self.options = options
         self.changes = 0
         self.base: BaseWeights | None = None
-        self.planned = planned
+        self.is_split = False
+        self.rng = LayerRNG.of_world(options.seed, world, options.compile)
         if world.size > 1:
             codec.allow(codec.classes_around({type(module) for module in net.modules()}))
         self._batch_check = BatchCheck(world)
@@ -434,7 +438,37 @@ class HybridModel:
         if options.shard != "none" and world.data_parallel_size == 1:
             shard = setting("shard", options.shard)
             log.info("%s has no effect with a single replica", shard)
-        self.pipeline = Pipeline(net, plan, planned, world, options)
+        self._device_type = world.devices[0].type
+
+    @torch.inference_mode(False)
+    def split_for(self, inputs: Any) -> None:
+        """Splits the model for the inputs of a batch, unless it has been split.
+
+        The constructor does it with `example_inputs`, or else the first batch does. All processes
+        call it together.
+
+        Args:
+            inputs: the inputs of a batch, as for `train_step`.
+
+        Raises:
+            SplitError, ConfigError: as in the constructor.
+        """
+        if self.is_split:
+            return
+        net, world, options = self.net, self.world, self.options
+        owners = world.stage_owners
+        planner = Planner(net, options, inputs, owners, runs_forward=world.runs_forward)
+        plan = world.from_main(planner.plan)
+        planned = planner.layers_of(plan)
+        if world.processes_per_replica > 1 and inputs is not None:
+            # the only time at which a process has the whole model
+            check = SelfCheck(CutModel(net, plan, planned, options, world))
+            world.on_main(partial(check.check_at_construction, inputs))
+        self._cut_into(plan, planned)
+
+    def _cut_into(self, plan: Plan, planned: PlannedLayers) -> None:
+        net, world, options = self.net, self.world, self.options
+        self.pipeline = Pipeline(net, plan, planned, world, options, rng=self.rng)
         cut_model = CutModel(net, plan, planned, options, world)
         self._self_check: SelfCheck | ForwardCheck
         if planned.runs_forward:
@@ -442,9 +476,9 @@ class HybridModel:
         else:
             self._self_check = SelfCheck(cut_model, self.pipeline.variants_of)
         self.plan = plan
+        self.planned = planned
         self.stages = self.pipeline.stages
-        self.rng = self.pipeline.rng
-        self._device_type = world.devices[0].type
+        self.is_split = True
 
     def _follow_changes(self, trains: bool) -> None:
         """Follows changes of `requires_grad` in `net`; refuses other changes."""
@@ -513,6 +547,7 @@ class HybridModel:
         inputs, targets = as_containers(inputs), as_containers(targets)
         check_leaves("inputs", inputs)
         check_leaves("targets", targets)
+        self.split_for(first_share(inputs))
         self._follow_changes(trains=True)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
@@ -522,7 +557,7 @@ class HybridModel:
         compared = first_share(inputs), cut.of_first_share
         self._self_check.check_batch(*compared, trains=True)
         input_parts = cut.of(inputs)
-        target_parts = cut.of(self.pipeline.to_output_device(targets))
+        target_parts = cut.of(self.to_output_device(targets))
         loss = self.resolve_loss(loss_fn)
         if not isinstance(weight, BatchWeight):
             weight = self._weight_alone(loss, inputs, targets, weight)
@@ -664,7 +699,11 @@ class HybridModel:
         """Returns `loss_fn` wrapped with its count; see `loss.resolve`."""
         if self._resolved is None or self._resolved[0] is not loss_fn:
             self._resolved = loss_fn, resolve(loss_fn, self.net)
-            if self.owns_output and self._read_losses.is_new(self._resolved[1], divided=False):
+            if (
+                self.is_split
+                and self.owns_output
+                and self._read_losses.is_new(self._resolved[1], divided=False)
+            ):
                 self.stages[-1].expect_new_loss()
         return self._resolved[1]
 
@@ -749,12 +788,13 @@ class HybridModel:
             the results by micro-batch; an empty list in a process without the last stage.
         """
         inputs, targets = as_containers(inputs), as_containers(targets)
+        self.split_for(first_share(inputs))
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
         self._self_check.check_batch(first_share(inputs), cut.of_first_share, trains=False)
         input_parts = cut.of(inputs)
-        target_parts = cut.of(self.pipeline.to_output_device(targets))
+        target_parts = cut.of(self.to_output_device(targets))
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             return HeadOutput(function(output, target_parts[microbatch]))
@@ -787,6 +827,7 @@ class HybridModel:
             the values returned by `head`, by micro-batch; an empty list in a process without the
             last stage.
         """
+        self.split_for(Microbatch(inputs[0]))
         self._follow_changes(trains)
         self._batch_check.begin(inputs, compared)
         if trains:
@@ -864,7 +905,25 @@ class HybridModel:
     @property
     def owns_output(self) -> bool:
         """True if this process has the last stage, which computes the loss and the outputs."""
-        return self.pipeline.owns_output
+        return not self.is_split or self.pipeline.owns_output
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device of the last stage in this process, for targets and metrics."""
+        if self.is_split:
+            return self.pipeline.output_device
+        owners = self.world.stage_owners.placed(self.options.placement)
+        last = self.world.nb_part * self.options.stages_per_device - 1
+        return self.world.devices[owners.local_index(last)]
+
+    def to_output_device(self, values: Any) -> Any:
+        """Moves the tensors of a pytree to the last stage's device, if this process has it."""
+        if values is None or not self.owns_output:
+            return values
+        device = self.output_device
+        if type(values) is Tensor and values.device == device:
+            return values
+        return tree_map_only(Tensor, lambda tensor: put(tensor, device), values)
 
     @property
     def readers(self) -> tuple[int, ...]:
@@ -874,7 +933,7 @@ class HybridModel:
         if the graphs of traced layers depend on the inputs. Pass it to `Loader.batches` in your own
         loop.
         """
-        return self.pipeline.readers
+        return self.pipeline.readers if self.is_split else (0,)
 
     @property
     def training(self) -> bool:
@@ -888,10 +947,12 @@ class HybridModel:
         optimizer of `(p for p in model.parameters() if p.requires_grad)` as empty, so pass all
         parameters.
         """
-        return iter(self.pipeline.trained)
+        return iter(self.pipeline.trained) if self.is_split else self.net.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Returns the parameters of this process's stages with their names in `net`."""
+        if not self.is_split:
+            return self.net.named_parameters()
         return iter(self.pipeline.parameters.items())
 
     def modules(self) -> Iterator[nn.Module]:
@@ -949,7 +1010,7 @@ class HybridModel:
         With `engine="distributed"`, every process returns the whole model on the CPU, and all
         processes of a pipeline must call it together. Saving a checkpoint does not need it.
         """
-        return self.pipeline.state_dict()
+        return self.pipeline.state_dict() if self.is_split else self.net.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Loads a state dict of `net`, from any split. All replicas must load the same one."""
@@ -960,7 +1021,8 @@ class HybridModel:
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""
-        self.pipeline.sync_buffers()
+        if self.is_split:  # a split copies all values
+            self.pipeline.sync_buffers()
 
     def memory_bytes(self) -> list[int]:
         """Returns the peak memory of each stage so far, in bytes; see `Pipeline.memory_bytes`."""
@@ -979,7 +1041,8 @@ class HybridModel:
             head += f", precision={options.precision}"
         if replicas > 1:
             head += f", replica {self.world.data_parallel_rank} of {replicas}"
-        return f"HybridModel({head})\n{self.plan}"
+        plan = self.plan if self.is_split else "not split yet: the first batch decides"
+        return f"HybridModel({head})\n{plan}"
 
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute(self.__dict__.get("net"), name)

@@ -82,7 +82,7 @@ def evaluate(
             neither a number nor one per class.
     """
     model.sync_buffers()
-    world, device = model.world, model.pipeline.output_device
+    world, device = model.world, model.output_device
 
     for metric in metrics.values():
         metric.to(device)

@@ -214,7 +214,7 @@ class RunStats:
         self._samples = 0
         self._timelines: list[Timeline] = []
         self._phases: Phases | None = None
-        self._times = [(0.0, 0.0)] * len(model.plan.stages)
+        self._times: list[tuple[float, float]] | None = None  # of each stage
 
     @property
     def bubble(self) -> float | None:
@@ -262,7 +262,7 @@ class RunStats:
         read_timelines(self._timelines)
         spans, computing = self._timelines[-1].spans(), self._timelines[-1].computing()
         self._recorded.bubbles.append(bubble_fraction(spans))
-        self._times = measured_ms(computing, len(self._times))
+        self._times = measured_ms(computing, len(self._model.plan.stages))
         values = {"pipeline/bubble_fraction": self._recorded.bubbles[-1]}
         if whole and self._phases is not None:
             accounts = self._read_account(self._phases)
@@ -279,7 +279,7 @@ class RunStats:
                 plan=self._model.plan,
                 options=self._model.options,
                 workers=None if isinstance(self._train, OwnLoader) else self._train.options.workers,
-                costs=mean_costs(computing, len(self._times)),
+                costs=mean_costs(computing, len(self._model.plan.stages)),
             )
             self._recorded.keep(recorded)
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}
@@ -380,9 +380,11 @@ class RunStats:
 
     def stages(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns the summary of each stage, with the most recently read times."""
+        if not self._model.is_split:  # nothing has run
+            return []
+        stages = self._model.stage_summaries(optimizer)
+        times = self._times or [(0.0, 0.0)] * len(stages)
         return [
             {**stage, "forward_ms": forward, "backward_ms": backward}
-            for stage, (forward, backward) in zip(
-                self._model.stage_summaries(optimizer), self._times, strict=True
-            )
+            for stage, (forward, backward) in zip(stages, times, strict=True)
         ]

@@ -217,7 +217,7 @@ class PreparedLoader:
                     session.in_use = step = StepInUse(group, in_loop=True)
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index
-                        targets = session.model.pipeline.to_output_device(batch.targets)
+                        targets = session.model.to_output_device(batch.targets)
                         yield batch.inputs, targets
                         if session.in_use is not step and session.in_use.in_loop:
                             raise BatchError(

@@ -240,7 +240,8 @@ class Trainer:
                 self.optimizer.zero_grad()
                 self._try_evaluation()
                 # memory of measurements and of earlier models
-                self.model.pipeline.reset_peak_memory()
+                if self.model.is_split:
+                    self.model.pipeline.reset_peak_memory()
                 self.throughput = Throughput()
                 try:
                     self._train(stream)
@@ -492,7 +493,7 @@ class Trainer:
             "account": self.account,
             "advice": self.advice,
             "stages": self._stats.stages(self.optimizer),
-            "device_memory": self.model.pipeline.device_memory(),
+            "device_memory": self.model.pipeline.device_memory() if self.model.is_split else {},
             "world": {
                 "processes": self.world.size,
                 "nb_part": self.world.nb_part,

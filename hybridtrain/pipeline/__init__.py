@@ -4,7 +4,7 @@ pipeline               the stages of this process, and operations on the whole m
 placement              builds the stages: layers on their devices, with links, ties and reducers
 own_stages             builds a process's part of a model without the rest
 agreement              checks that processes have the same batch, weights and frozen parameters
-forward/               the same for a pipeline that runs the model's own forward
+forward/               the engine that runs the model's own forward, and its stages
 stage_backward         the backwards of a stage, whole or in two parts
 stage                  layers on a device, and their state between forward and backward
 boundary               values that enter a stage as leaves and leave it detached
@@ -18,7 +18,7 @@ tensor_digest          a digest of a tensor's bits
 recompute              recomputation of activations in the backward
 links                  the values that cross a border, and that a stage passes on
 engine                 the interface of engines, and the step that they run
-engines/               engines for threads and for processes, with their transports
+engines/               engines of traced pipelines, with their transports
 message_formats        the formats of messages, from a run on fake tensors
 transfer, messages     messages to another device, to another process
 point_to_point         sends and receives between two processes
@@ -35,9 +35,10 @@ from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES, InlineEngine
 from hybridtrain.pipeline.engines.processes import messages_of
-from hybridtrain.pipeline.engines.threads import threads_per_lane
+from hybridtrain.pipeline.forward import threads_per_lane
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
+    LayerRNG,
     ReplayedDraws,
     default_generator_lock,
     seed_of,
@@ -56,6 +57,7 @@ __all__ = [
     "Head",
     "HeadOutput",
     "InlineEngine",
+    "LayerRNG",
     "Phases",
     "Pipeline",
     "ReplayedDraws",

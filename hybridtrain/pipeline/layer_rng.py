@@ -39,6 +39,7 @@ from torch import Tensor
 from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.torch_private import InterceptedDraws, find_random_operations, is_traced
 from hybridtrain.errors import UserError, argument
+from hybridtrain.world import World
 
 
 class LayerRNG:
@@ -58,7 +59,6 @@ class LayerRNG:
     Args:
         seed: the seed of the run.
         replica: the index of the drawing logical replica, if a step does not specify it.
-        units: for each layer, its unit and its index among the unit's pieces.
         probes_compiled: the layers are compiled, and run plainly before a step to see whether they
             draw; see `needs_probe`.
         own_generator: returns the default generator of this thread's device, or None; no function
@@ -69,7 +69,6 @@ class LayerRNG:
         self,
         seed: int,
         replica: int,
-        units: Sequence[tuple[int, int]],
         probes_compiled: bool = False,
         own_generator: Callable[[], torch.Generator | None] | None = None,
     ) -> None:
@@ -81,15 +80,32 @@ class LayerRNG:
         self._seed = seed
         self._replica = replica
         self._places: Sequence[MicrobatchPlace] | None = None
-        self._units = units
-        of_unit = Counter(unit for unit, _ in units)
-        self.pieces = {layer for layer, (unit, _) in enumerate(units) if of_unit[unit] > 1}
+        self._units: Sequence[tuple[int, int]] = ()
+        self.pieces: set[int] = set()
         self.probes_compiled = probes_compiled
-        self._unseen = set(range(len(units))) if probes_compiled else set[int]()
+        self._unseen: set[int] = set()
         self._drawing: set[int] = set()
         self._seen: set[int] = set()  # layers that drew in this step
         self.counts: dict[tuple[int, int, int], int] = {}
         find_random_operations()
+
+    @classmethod
+    def of_world(cls, seed: int, world: World, probes_compiled: bool = False) -> LayerRNG:
+        """Returns the random numbers of a model in this process."""
+        shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
+        generator = None if shared else current_gpus_generator
+        return cls(seed, world.owned_replicas.start, probes_compiled, generator)
+
+    def follow(self, units: Sequence[tuple[int, int]]) -> None:
+        """Takes the places of the layers, once the model is split.
+
+        Args:
+            units: for each layer, its unit and its index among the unit's pieces.
+        """
+        self._units = units
+        of_unit = Counter(unit for unit, _ in units)
+        self.pieces = {layer for layer, (unit, _) in enumerate(units) if of_unit[unit] > 1}
+        self._unseen = set(range(len(units))) if self.probes_compiled else set()
 
     def reprobe(self) -> None:
         """Probes all compiled layers in the next step: further layers may draw by then."""

@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base import objects
-from hybridtrain._base.accelerator import accelerator_of, put
+from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.tensors import resident_bytes
@@ -33,7 +32,7 @@ from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Engine, Head, Source, Step
 from hybridtrain.pipeline.engines import ENGINES, EngineMaker, make_engine
 from hybridtrain.pipeline.forward import ForwardStage, build_forward_stages, forward_engine
-from hybridtrain.pipeline.layer_rng import LayerRNG, current_gpus_generator
+from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import compile_layers
 from hybridtrain.pipeline.links import Link, links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
@@ -71,7 +70,8 @@ class Pipeline:
         planned: the layers of each stage in `plan`.
         world: the processes and devices; all processes build the pipeline together.
         options: the pipeline options.
-        engine: the engine; None: the engine of `world`.
+        engine: the engine of a traced model; None: the engine of `world`.
+        rng: the random numbers of the layers; None: new ones.
 
     Attributes:
         stages: the stages of this process, in the order of the pipeline.
@@ -95,6 +95,7 @@ class Pipeline:
         world: World,
         options: PipelineOptions,
         engine: EngineMaker | None = None,
+        rng: LayerRNG | None = None,
     ) -> None:
         if world.engine not in ENGINES:
             hint = did_you_mean(world.engine, ENGINES, "engines")
@@ -109,14 +110,8 @@ class Pipeline:
         self._options = options
         self._ties: list[Tie] = []
         self._policy = recompute_policy(options.recompute, [layer.name for layer in layers])
-        shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
-        self.rng = LayerRNG(
-            options.seed,
-            world.owned_replicas.start,
-            planned.units,
-            options.compile,
-            None if shared else current_gpus_generator,
-        )
+        self.rng = rng or LayerRNG.of_world(options.seed, world, options.compile)
+        self.rng.follow(planned.units)
         # From here on the order is the same in all processes: there are collective calls in
         # `new_stage_group`, in `build_stages` (the reducers) and in the broadcasts after them.
         stage_owners = world.stage_owners.placed(options.placement)
@@ -535,15 +530,6 @@ class Pipeline:
     def output_device(self) -> torch.device:
         """The device of the last stage in this process."""
         return self.stages[-1].device
-
-    def to_output_device(self, values: Any) -> Any:
-        """Moves the tensors of a pytree to the last stage's device, if this process has it."""
-        if values is None or not self.owns_output:
-            return values
-        device = self.output_device
-        if type(values) is Tensor and values.device == device:
-            return values
-        return tree_map_only(Tensor, lambda t: put(t, device), values)
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Returns the sum over the replicas of `values`, on every process.

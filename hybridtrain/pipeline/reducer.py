@@ -130,6 +130,7 @@ class StageReducer:
         self._ddp: DistributedDataParallel | None = None
         # the parameters, each with the view of its gradient in DDP's buckets, once known
         self._in_buckets: list[tuple[Parameter, Tensor]] = []
+        self._has_failed = False
         use_in_sync_batch_norms(module, group)
         self.build()
 
@@ -189,7 +190,12 @@ class StageReducer:
 
     def begin_step(self) -> None:
         """Prepares a step that reduces the gradients; a collective call, stage by stage."""
-        if self._ddp is not None:
+        if self._has_failed:
+            # An all-reduce of the failed backward may still write into the buckets, while a process
+            # that has failed later has not joined it yet.
+            self._has_failed = False
+            self.build()
+        elif self._ddp is not None:
             private.ddp_rebuild_buckets(self._ddp)
 
     def add_up_in_buckets(self) -> None:
@@ -225,6 +231,7 @@ class StageReducer:
         """Resets after a prepared backward that failed, so that the next step can start."""
         if self._ddp is not None:
             private.ddp_reset(self._ddp)
+            self._has_failed, self._in_buckets = True, []
         if self._sums is not None:
             self._sums.reset()
 

@@ -244,7 +244,7 @@ class _Run:
                 for stage, modules in zip(planned.stages, copied, strict=True)
             ],
         )
-        world = World(devices=(self._device,) * self._model.world.nb_part, engine="forward")
+        world = World(devices=(self._device,) * self._model.world.nb_part)
         parts = [self._placed(part, batch.trains) for part in batch.parts]
         outputs: dict[int, Any] = {}
 

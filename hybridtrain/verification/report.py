@@ -29,6 +29,7 @@ from hybridtrain._base.microbatch import (
     MicrobatchCut,
     batch_size,
     check_samples,
+    first_share,
     joined,
     merge,
     uncut,
@@ -218,6 +219,7 @@ def verify(
             f"{setting('engine', 'distributed')}: pass reference=, the module before it was "
             "wrapped"
         )
+    model.split_for(first_share(batches[0][0]))
     loss = model.resolve_loss(loss_fn)
     comparison = _Comparison(model, loss, reference)
     with _as_before(model, loss):

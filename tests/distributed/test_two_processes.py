@@ -4,7 +4,7 @@ from support.launch import each_cell
 
 WORKERS = [
     "different_data", "gradients", "heights", "loss_scaling", "matrix_cells", "shared_values",
-    "sharded", "state", "traced", "unequal_replicas",
+    "sharded", "state", "splits", "unequal_replicas",
 ]  # fmt: skip
 
 

@@ -216,9 +216,9 @@ class Unsplit:
         self.net = net
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         self._case, self._cell = case, cell
-        self._draws = [
-            LayerRNG(SEED, r, [(layer, 0) for layer in range(64)]) for r in range(replicas)
-        ]
+        self._draws = [LayerRNG(SEED, r) for r in range(replicas)]
+        for draws in self._draws:
+            draws.follow([(layer, 0) for layer in range(64)])
 
     def gradients(self, batches: list[list[tuple[Any, Tensor]]], scale: float) -> list[Any]:
         total = sum(self._case.count(targets) for own in batches for _, targets in own)

@@ -239,7 +239,7 @@ def build_run(
     )
     model.resolve_loss(options.loss_fn)  # raises if the loss cannot be weighted
     if isinstance(options.loss_fn, nn.Module):
-        options.loss_fn.to(model.pipeline.output_device)
+        options.loss_fn.to(model.output_device)
     return RunContext(**vars(prepared), model=model)
 
 

@@ -1,4 +1,4 @@
-"""A pipeline that runs the model's own forward: `engine="forward"`.
+"""A pipeline that runs the model's own forward: `engine="local"`.
 
 engine     threads for trips and for backwards; the step
 trip       a micro-batch on its way through the stages
@@ -10,6 +10,7 @@ build      places layers on devices, and connects all of this
 """
 
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine
+from hybridtrain.pipeline.forward.engine import threads_per_lane
 from hybridtrain.pipeline.forward.stage import ForwardStage
 
-__all__ = ["ForwardStage", "build_forward_stages", "forward_engine"]
+__all__ = ["ForwardStage", "build_forward_stages", "forward_engine", "threads_per_lane"]

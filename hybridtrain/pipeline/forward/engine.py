@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import cache, partial
 from queue import Empty, SimpleQueue
@@ -32,7 +32,13 @@ from torch import Tensor, nn
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.skip import skip_scope
-from hybridtrain._base.torch_private import CallerModes, draws_here, leave_draws, profiled
+from hybridtrain._base.torch_private import (
+    CallerModes,
+    draws_here,
+    is_profiled,
+    leave_draws,
+    profiled,
+)
 from hybridtrain.errors import UserError
 from hybridtrain.graph import CallSignature
 from hybridtrain.launch import LaneActivity, activity, ends_at_once
@@ -107,6 +113,7 @@ class ForwardEngine:
                 run.abort(interrupt)
             if ends_at_once():  # the process exits: no step will follow
                 raise
+            self._start(run)  # what was not handed out yet must end too
             run.join()
         if self._gpus:
             sync_streams(self._gpus, before=False, values=run.values)
@@ -151,7 +158,7 @@ class ForwardEngine:
 
     def _start(self, run: _StepRun) -> None:
         schedule = run.step.schedule
-        share = max(1, torch.get_num_threads() // len(self._devices))
+        share = threads_per_lane(len(self._devices))
         while len(self._lanes) < len(schedule.lanes) * schedule.trains:
             self._lanes.append(_Worker(self, SimpleQueue(), f"stage-{len(self._lanes)}", share))
         wanted = min(schedule.chunks, suspended_at_once(schedule) + _AHEAD)
@@ -161,13 +168,15 @@ class ForwardEngine:
             self._trips.append(
                 _Worker(self, self._trip_inbox, f"micro-batch-{len(self._trips)}", share)
             )
-        if schedule.trains:
-            for lane, worker in enumerate(self._lanes):
-                run.expect_one()
-                worker.inbox.put(partial(copy_context().run, run.run_backwards, lane))
-        for microbatch in run.trip_order:
-            run.expect_one()
-            self._trip_inbox.put(partial(copy_context().run, run.run_trip, microbatch))
+        for worker, lane in zip(self._lanes, run.lane_tasks, strict=False):
+            worker.inbox.put(lane)
+        for trip in run.trip_tasks:
+            self._trip_inbox.put(trip)
+
+
+def threads_per_lane(lanes: int) -> int:
+    """Returns a thread's share of the intra-op threads; PyTorch's setting is per thread."""
+    return max(1, torch.get_num_threads() // lanes)
 
 
 @cache
@@ -195,7 +204,8 @@ class _StepRun:
         values: the head's values by micro-batch.
         failure: the first exception, if any.
         stopped: whether it has failed.
-        trip_order: the micro-batches in the order in which they begin.
+        lane_tasks: the backwards of each device.
+        trip_tasks: the forwards of the micro-batches, in the order in which they begin.
     """
 
     def __init__(
@@ -219,9 +229,6 @@ class _StepRun:
         self._lane_of = schedule.lane_of
         self._is_alone = activities is not None
         self._activity = activities or activity.begin_step(len(schedule.lanes))
-        self.trip_order = [
-            a.microbatch for a in schedule.lanes[self._lane_of[0]] if a.kind == "F" and not a.stage
-        ]
         if self._is_alone:
             self._turns: list[Turns] = []
         elif serial or step.furthest_ahead:
@@ -232,10 +239,19 @@ class _StepRun:
             self._turns = list(map(Turns, schedule.lanes))
         # the gradients from each stage to the one before, in the order of the micro-batches
         self._gradients: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(schedule.stages)]
-        self._left = 0
-        self._ends: SimpleQueue[None] = SimpleQueue()
         self._lock = threading.Lock()
+        self.lane_tasks: list[_Task] = []
+        self.trip_tasks: list[_Task] = []
+        if not self._is_alone:
+            first = schedule.lanes[self._lane_of[0]]
+            trips = [a.microbatch for a in first if a.kind == "F" and not a.stage]
+            lanes = range(len(schedule.lanes) * schedule.trains)
+            self.lane_tasks = [_Task(self.run_backwards, lane) for lane in lanes]
+            self.trip_tasks = [_Task(self.run_trip, microbatch) for microbatch in trips]
+        self._left = len(self.lane_tasks) + len(self.trip_tasks)
+        self._ends: SimpleQueue[None] = SimpleQueue()
         self._starts: dict[int, Mark] = {}
+        self._spans: dict[int, AbstractContextManager[object]] = {}  # in a profiler's trace
         self._learns = schedule.trains and engine._is_observed(step)
 
     # --- forwards
@@ -285,7 +301,7 @@ class _StepRun:
                 stage.hold(microbatch, in_flight)
 
         try:
-            with profiled(f"forward of micro-batch {microbatch}"), skip_scope({}):
+            with skip_scope({}):
                 self.values[microbatch] = trip.run(
                     partial(self._arguments, microbatch),
                     head,
@@ -297,6 +313,9 @@ class _StepRun:
                 f"in the forward of micro-batch {microbatch} on {self._stages[trip.stage]!r}"
             )
             raise
+        finally:
+            if span := self._spans.pop(microbatch, None):  # of a failed forward
+                span.__exit__(None, None, None)
 
     def _arguments(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         inputs = self.step.source(microbatch)
@@ -316,11 +335,16 @@ class _StepRun:
         if part.accelerator is not None:
             part.accelerator.set_device(part.device)
         part.enter(microbatch)
+        if is_profiled():
+            self._spans[microbatch] = span = profiled(action)
+            span.__enter__()
         if self.step.timeline:
             self._starts[microbatch] = mark(part.device)
 
     def _leave(self, stage: int, microbatch: int) -> None:
         lane = self._lane_of[stage]
+        if span := self._spans.pop(microbatch, None):
+            span.__exit__(None, None, None)
         if self.step.timeline:
             start, device = self._starts[microbatch], self._stages[stage].device
             self.step.timeline.record(lane, Action("F", stage, microbatch), start, mark(device))
@@ -415,6 +439,8 @@ class _StepRun:
                 self.abort(interrupt)
                 if ends_at_once():
                     raise
+        for doing in self._activity:
+            doing.end()
 
     def abort(self, error: BaseException) -> None:
         """Makes the first `error` the outcome of the step, and wakes the waiting threads."""
@@ -426,15 +452,6 @@ class _StepRun:
             turns.stop()
         for queue in self._gradients:
             queue.put(None)
-
-    def expect_one(self) -> None:
-        """Makes `join` wait for one more trip or device.
-
-        Called right before it is queued: if starting a thread fails, or Ctrl-C arrives between two
-        of them, `join` waits for no others.
-        """
-        with self._lock:
-            self._left += 1
 
     def _end(self) -> None:
         with self._lock:
@@ -448,6 +465,21 @@ def arguments_of(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str
         return (inputs,), {}
     signature, values = CallSignature.of_inputs(net, inputs)
     return signature.split(values)
+
+
+class _Task:
+    """A call in a copy of the caller's context, for a worker; a second run does nothing.
+
+    So an interrupted caller, which does not know what it has handed out, may hand out all again.
+    """
+
+    def __init__(self, function: Callable[[int], None], argument: int) -> None:
+        self._run = partial(copy_context().run, function, argument)
+        self._once = threading.Lock()
+
+    def __call__(self) -> None:
+        if self._once.acquire(blocking=False):
+            self._run()
 
 
 class _Worker:

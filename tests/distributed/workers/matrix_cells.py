@@ -20,10 +20,6 @@ for number, cell in enumerate(matrix_cells()):
     def _(world, cell=cell):
         check_cell(cell, world.rank, world.size)
 
-    @cells.add(f"forward-{cell}", thorough=number >= 3)
-    def _(world, cell=cell):
-        check_cell(cell, world.rank, world.size, engine="forward")
-
 
 class UsesALaterWeight(nn.Module):
     """The first stage uses a weight that a layer of the last stage has."""
@@ -36,14 +32,14 @@ class UsesALaterWeight(nn.Module):
         return self.last(self.middle(self.first(x @ self.last.weight).tanh()).tanh())
 
 
-@cells.add("forward: a weight of a later stage is averaged over the replicas")
+@cells.add("a weight of a later stage is averaged over the replicas")
 def _(world):
     torch.manual_seed(0)
     net = UsesALaterWeight()
     plain = copy.deepcopy(net)
     x = torch.randn(4 * world.size, 8)
     of_rank = x.chunk(world.size)[world.rank]
-    pipes = World.from_env(nb_part=2, devices="cpu", engine="forward")
+    pipes = World.from_env(nb_part=2, devices="cpu")
     model = HybridModel(net, pipes, chunks=1, example_inputs=of_rank)
     model.train_step(of_rank, of_rank * 2, nn.functional.mse_loss)
     nn.functional.mse_loss(plain(x), x * 2).backward()

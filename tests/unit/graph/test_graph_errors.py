@@ -21,7 +21,7 @@ from support.traced import (
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from hybridtrain import shared
+from hybridtrain import HybridModel, World, shared
 from hybridtrain.errors import BatchError, ConfigError, SplitError
 from hybridtrain.graph import CallSignature, ChainBuilder
 from hybridtrain.graph.exporter import SizeChecks
@@ -315,3 +315,10 @@ def test_a_condition_on_sizes_that_divides_by_zero_is_reported_as_other_sizes():
     message = r"Net depends on sizes: it was traced for other sizes \(.*by zero\), .*micro-batch"
     with pytest.raises(BatchError, match=message):
         checks(torch.zeros(0, 2))
+
+
+@pytest.mark.parametrize("split", ["time", "memory", "balanced"])
+def test_a_split_that_measures_asks_for_example_inputs(split):
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(ConfigError, match=r"split='.*example_inputs=<the inputs of a batch>"):
+        HybridModel(net, World.from_env(nb_part=2, devices="cpu"), split=split)

@@ -28,7 +28,7 @@ from hybridtrain.graph import layers_of
 from hybridtrain.loop import RunStats
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerProfiler
-from hybridtrain.pipeline import layer_rng, pipeline
+from hybridtrain.pipeline import LayerRNG, layer_rng
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 
 
@@ -68,10 +68,10 @@ class ForeignDropout(nn.Module):
 def have_own_generator(monkeypatch, generator):
     """Gives the threads of the models made from here on a generator, as a GPU of their own does."""
 
-    def rng(seed, replica, units, probes_compiled, own_generator):
-        return layer_rng.LayerRNG(seed, replica, units, probes_compiled, lambda: generator)
+    def of_world(seed, world, probes_compiled=False):
+        return LayerRNG(seed, world.owned_replicas.start, probes_compiled, lambda: generator)
 
-    monkeypatch.setattr(pipeline, "LayerRNG", rng)
+    monkeypatch.setattr(LayerRNG, "of_world", of_world)
 
 
 def foreign_gradients(monkeypatch, recompute, steps=2):

@@ -18,8 +18,6 @@ from support.engine import PATIENCE_S, in_time
 from support.nets import floats
 from torch import nn
 
-from hybridtrain.pipeline.engines.actions import ActionRunner
-
 NB_PARTS = [1, 2, 4]
 
 
@@ -279,28 +277,14 @@ def test_an_interrupt_while_a_step_is_handed_out_lets_the_next_step_run(handed_o
                 sys.setprofile(None)
                 raise KeyboardInterrupt
 
+    gc.collect()  # or threads of an earlier model get a last message
     sys.setprofile(interrupt)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), model.without_self_check():
             model.train_step(inputs, targets, F.mse_loss)
     finally:
         sys.setprofile(None)
     assert_trains_as_a_copy(model, inputs, targets)
-
-
-def test_a_second_interrupt_while_the_first_is_noted_lets_the_next_step_run(monkeypatch):
-    model, spare, switch = make(1, "gpipe", stages_per_device=2)
-    inputs, targets = batch()
-
-    def interrupted(self, error, action):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ActionRunner, "add_note", interrupted)
-        switch.on(3, "backward", 1, KeyboardInterrupt())
-        outcome = in_time(lambda: model.train_step(inputs, targets, loss_of(switch)))
-        assert isinstance(outcome.get("error"), KeyboardInterrupt)
-    assert_next_step_is_right(model, spare, switch)
 
 
 def test_a_failed_step_leaves_no_messages_in_memory():
@@ -308,7 +292,7 @@ def test_a_failed_step_leaves_no_messages_in_memory():
 
     class Sends(nn.Linear):
         def forward(self, x):
-            if x[0, 0] == 3:  # of the last micro-batch
+            if x[0, 0] == 1:  # of the micro-batch after the one that fails
                 sent.set()
             return super().forward(x)
 
@@ -345,10 +329,12 @@ def two_layers(nb_part=2, chunks=2):
 def test_a_model_that_is_dropped_leaves_no_thread():
     before = set(threading.enumerate())
     model = two_layers(2)
-    model.train_step(torch.randn(4, 4), torch.randn(4, 2), F.mse_loss)
+    with model.without_self_check():
+        model.train_step(torch.randn(4, 4), torch.randn(4, 2), F.mse_loss)
     new = set(threading.enumerate()) - before
-    workers = {thread for thread in new if thread.name.startswith("stage-")}
-    assert len(workers) == 2
+    workers = {each for each in new if each.name.startswith(("stage-", "micro-batch-"))}
+    assert sum(thread.name.startswith("stage-") for thread in workers) == 2
+    assert sum(thread.name.startswith("micro-batch-") for thread in workers) == 2
     del model
     gc.collect()
     for worker in workers:

@@ -87,10 +87,9 @@ def net(stages):
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("engine", ["local", "forward"])
-def test_stages_never_compile_at_the_same_time(compiler, engine, recompute):
+def test_stages_never_compile_at_the_same_time(compiler, recompute):
     ours, plain = net(3), net(3)
-    model = hybrid(ours, 3, compile=True, recompute=recompute, engine=engine)
+    model = hybrid(ours, 3, compile=True, recompute=recompute)
     for seed, rows in enumerate((11, 11, 22)):  # micro-batches of 3 and 2, and then of new sizes
         x, y = regression(rows, seed)
         ours.zero_grad()

@@ -1,4 +1,4 @@
-"""`engine="forward"`: the model's own forward runs, exactly, or is refused with the reason."""
+"""`engine="local"`: the model's own forward runs, exactly, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS, CHUNKS = 7, 3
 @pytest.mark.parametrize("cell", cells(), ids=str)
 @pytest.mark.quick_cases(5)
 def test_training_equals_the_unsplit_model(cell: Cell) -> None:
-    check_cell(cell, engine="forward")
+    check_cell(cell)
 
 
 class Net(nn.Module):
@@ -150,7 +150,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def pipeline(net: nn.Module, stages: int = 2, **options: Any) -> HybridModel:
-    world = World.from_env(nb_part=stages, devices="cpu", engine="forward")
+    world = World.from_env(nb_part=stages, devices="cpu")
     options = {"chunks": CHUNKS, "example_inputs": batch()[0]} | options
     return HybridModel(net, world, **options)
 

@@ -107,38 +107,30 @@ def check(layer, training=True, steps=2, **options):
         assert_same_gradients(ours, plain)
 
 
-ENGINES = ["local", "forward"]
-
-
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation mode"])
 @pytest.mark.parametrize("recompute", ["always", ["1"]], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_seed_that_no_gradient_depends_on_may_differ(engine, kernel, recompute, training):
-    check(lambda: Attends(KERNELS[kernel], 0.0), training, recompute=recompute, engine=engine)
+def test_a_seed_that_no_gradient_depends_on_may_differ(kernel, recompute, training):
+    check(lambda: Attends(KERNELS[kernel], 0.0), training, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", ["always", ["1"]], ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_seed_that_differs_is_refused_with_dropout(engine, kernel, recompute):
+def test_a_seed_that_differs_is_refused_with_dropout(kernel, recompute):
     with pytest.raises(ConfigError, match="layer '1' computes different values"):
-        check(lambda: Attends(KERNELS[kernel], 0.1), recompute=recompute, engine=engine)
+        check(lambda: Attends(KERNELS[kernel], 0.1), recompute=recompute)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("kernel", ["tagged", "untagged"])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.quick_cases("local-tagged-0.1", "forward-untagged-0.0")
-def test_compiled_code_may_save_another_seed_only_without_dropout(
-    monkeypatch, engine, kernel, dropout_p
-):
+@pytest.mark.quick_cases("tagged-0.1", "untagged-0.0")
+def test_compiled_code_may_save_another_seed_only_without_dropout(monkeypatch, kernel, dropout_p):
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **o: compile_(f, backend="aot_eager", **o))
     torch._dynamo.reset()
 
     def run():
-        options = {"compile": True, "recompute": "always", "engine": engine}
+        options = {"compile": True, "recompute": "always"}
         check(lambda: Attends(KERNELS[kernel], dropout_p), **options)
 
     if not dropout_p:
@@ -215,7 +207,6 @@ class WithIntegersOfItsCaller(nn.Module):
 
 @pytest.mark.parametrize("recompute", ["always", ["1"]], ids=str)
 @pytest.mark.parametrize("layer", [OtherPath, WithItsOwnSeed, WithIntegersOfItsCaller])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_other_integers_that_differ_are_refused(engine, layer, recompute):
+def test_other_integers_that_differ_are_refused(layer, recompute):
     with pytest.raises(ConfigError, match="layer '1' computes different values"):
-        check(layer, recompute=recompute, engine=engine)
+        check(layer, recompute=recompute)

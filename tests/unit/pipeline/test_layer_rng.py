@@ -10,12 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain._base.torch_private import InterceptedDraws, find_random_operations
-from hybridtrain.pipeline import DrawsOf
-from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline import DrawsOf, LayerRNG
+
+
+def rng_of(layers: int) -> LayerRNG:
+    rng = LayerRNG(0, 0)
+    rng.follow([(layer, 0) for layer in range(layers)])
+    return rng
 
 
 def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
-    draws = LayerRNG(0, 0, units=[(layer, 0) for layer in range(10)])
+    draws = rng_of(10)
     drawn = set()
     for step, layer, i in itertools.product(range(10), repeat=3):
         draws.step = step
@@ -77,7 +82,7 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded():
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
-        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0) as draws:
+        with rng_of(1).seeded(0) as draws:
             draws.at(0)
             results.append(two(torch.ones(64)))
     assert torch.equal(*results)
@@ -95,13 +100,13 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded_while_samples_are_r
     reader.start()
     try:
         assert in_use.wait(20)
-        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0) as draws:
+        with rng_of(1).seeded(0) as draws:
             draws.at(0)
             found = dropped_in_a_thread(torch.ones(64))
     finally:
         done.set()
         reader.join()
-    with LayerRNG(0, 0, units=[(0, 0)]).seeded(0) as draws:
+    with rng_of(1).seeded(0) as draws:
         draws.at(0)
         assert torch.equal(found, dropped_in_a_thread(torch.ones(64)))
 
@@ -193,7 +198,7 @@ def test_random_operations_of_an_extension_are_seeded_whether_or_not_they_take_a
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
-        with LayerRNG(0, 0, units=[(0, 0)]).seeded(0) as draws:
+        with rng_of(1).seeded(0) as draws:
             draws.at(0)
             results.append(torch.ops.hybridtest.noise(torch.zeros(1, dtype=torch.long)))
     assert torch.equal(*results)

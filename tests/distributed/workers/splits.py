@@ -1,4 +1,4 @@
-"""Replicas of a model that is traced or measured."""
+"""Replicas of a model that a batch or measured times split."""
 
 import copy
 import sys
@@ -17,7 +17,7 @@ cells = Cells()
 
 
 class Slow(nn.Linear):
-    """A layer that takes its time; tracing does not look into it, and so keeps the wait."""
+    """A layer that takes its time."""
 
     def __init__(self, seconds):
         super().__init__(WIDTH, WIDTH)
@@ -89,7 +89,7 @@ def assert_cut_alike(model):
         assert everyones == [everyones[0]] * world.size
 
 
-@cells.add("a traced model's replicas have the gradients of all samples")
+@cells.add("replicas that the first batch splits have the gradients of all samples")
 def _(world):
     assert_step_as_one_process(hybrid(make(), split="size"), make())
 
@@ -112,14 +112,17 @@ def _(world):
 
 @cells.add("a model that cannot be cut is one message on all ranks")
 def _(world):
-    class Decides(Net):
+    class Fails(Net):
         def forward(self, x, mask):
-            return super().forward(x, mask) if x.sum() > 0 else {}
+            if world.rank == 0:
+                raise RuntimeError("on rank 0")
+            return super().forward(x, mask)
 
-    with pytest.raises(UserError, match=r"Decides cannot be traced.*x\.sum\(\) > 0"):
-        hybrid(Decides(), example_inputs=batch(world.rank))
+    with pytest.raises(UserError, match=r"forward of Fails fails.*on rank 0"):
+        hybrid(Fails(), example_inputs=batch(world.rank))
+    model = hybrid(Net(), split=["blocks.9"])
     with pytest.raises(UserError, match=r"no layer 'blocks\.9'"):
-        hybrid(Net(), split=["blocks.9"])
+        model.train_step(batch(world.rank), None, loss_of)
 
 
 if __name__ == "__main__":
