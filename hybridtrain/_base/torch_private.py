@@ -728,11 +728,14 @@ run_backward = Variable._execution_engine.run_backward
 
 
 def replace_backward_entry(
-    before: Callable[[Sequence[Any]], None], explain: Callable[[RuntimeError], None]
+    before: Callable[[Sequence[Any]], None],
+    after: Callable[[Any], None],
+    explain: Callable[[RuntimeError], None],
 ) -> None:
     """Calls `before(inputs)` at the start of each `backward` and `autograd.grad` of any code.
 
-    Calls `explain(error)` if it fails, which may raise another error.
+    Calls `after(gradients)` at its end with the result, which is empty for `backward`. Calls
+    `explain(error)` if it fails, which may raise another error.
 
     Wraps `torch.autograd._engine_run_backward`, in which both end: a TorchFunctionMode does not see
     calls of the engine. `run_backward` above is not affected.
@@ -743,10 +746,12 @@ def replace_backward_entry(
     def run_backward_of_users(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         before(args[3] if len(args) > 3 else kwargs.get("inputs", ()))
         try:
-            return run(outputs, *args, **kwargs)
+            gradients = run(outputs, *args, **kwargs)
         except RuntimeError as error:
             explain(error)
             raise
+        after(gradients)
+        return gradients
 
     autograd._engine_run_backward = run_backward_of_users
 

@@ -284,7 +284,8 @@ class StandInGPUs:
         return host
 
     def set_device(self, device: torch.device) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+        if not any(isinstance(mode, _Moves) for mode in modes):
             _Moves().__enter__()  # for the life of this thread, a stage's
 
     def synchronize(self, device: torch.device) -> None:

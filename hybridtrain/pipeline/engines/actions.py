@@ -25,6 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
+
 from hybridtrain._base.accelerator import Accelerator, Event
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import draws_here, leave_draws, profiled
@@ -209,6 +211,10 @@ class ActionRunner:
             self._wire.send(Action("B", index - 1, microbatch), sent)  # [8]
 
 
+class _OnDevice(Protocol):
+    device: torch.device
+
+
 class RunAhead:
     """A schedule-dependent limit on how far the host runs ahead of the devices in a step.
 
@@ -227,7 +233,7 @@ class RunAhead:
     """
 
     def __init__(
-        self, schedule: Schedule, stages: Mapping[int, Stage], accelerator: Accelerator
+        self, schedule: Schedule, stages: Mapping[int, _OnDevice], accelerator: Accelerator
     ) -> None:
         self._accelerator = accelerator
         self._trains = schedule.trains

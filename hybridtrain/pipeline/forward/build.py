@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.skip import popped_by
 from hybridtrain._base.torch_private import prepare_compiler
-from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.graph import works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import PlannedLayers, RecomputePolicy
@@ -37,17 +35,7 @@ def build_forward_stages(
 
     A parameter that several stages use belongs to the first of them, and one that only code between
     layers uses to the stage of that code.
-
-    Raises:
-        ConfigError: the stages are on several accelerators.
     """
-    devices = set(world.devices)
-    if len(devices) > 1 and any(accelerator_of(device) is not None for device in devices):
-        raise ConfigError(
-            f"{setting('engine', 'forward')} has not been tried with values that move between "
-            f"devices: set {setting('engine', 'local')}, or put all stages on one device "
-            f"({argument('devices')})"
-        )
     parts = planned.stages
     layers = [layer for part in parts for layer in part]
     # not specialized to shapes that a process has seen, if they depend on the process count
@@ -66,7 +54,7 @@ def build_forward_stages(
     in_place = policy.is_active and any(works_in_place(layer.module) for layer in layers)
     uses = [{id(p) for layer in part for p in layer.module.parameters()} for part in parts]
     tied = frozenset(number for number in names if sum(number in of_stage for of_stage in uses) > 1)
-    placed: set[int] = set()
+    placed: dict[int, tuple[Tensor, Tensor] | None] = {}
     stages: list[ForwardStage] = []
     first = 0
     owners = world.stage_owners.placed(options.placement)
@@ -127,17 +115,24 @@ def forward_engine(
 ) -> ForwardEngine:
     """Returns the engine of a pipeline; see `build_forward_stages`."""
     owner = owners_of(planned, net)
+    devices = [stage.device for stage in stages]
+    moves = len(set(devices)) > 1
+    lasting: dict[int, str] = {}
+    if moves:
+        lasting = {id(t): name for name, t in (*net.named_parameters(), *net.named_buffers())}
     places: dict[int, list[LayerPlace]] = {}
     look_inside: set[int] = set()
     for stage in stages:
         for position, layer in enumerate(stage.layers):
             shares = any(owner[id(p)] < stage.index for p in layer.module.parameters())
+            if moves:  # such as the buffer of a module that layers of several stages hold
+                tensors = (*layer.module.parameters(), *layer.module.buffers())
+                shares = shares or any(t.device != stage.device for t in tensors)
             index = stage.first + position
             if shares or popped_by(layer.module):
                 look_inside.add(index)
             place = LayerPlace(index, stage.index, layer.name, position, stage.runs)
             places.setdefault(id(layer.module), []).append(place)
-    devices = [stage.device for stage in stages]
     model = Model(
         net,
         places,
@@ -145,24 +140,42 @@ def forward_engine(
         devices,
         look_inside,
         [stage.wanted for stage in stages],
-        moves=len(set(devices)) > 1,
+        moves,
+        lasting,
     )
     hold = options.find_unused_parameters and world.data_parallel_size > 1
     return ForwardEngine(model, stages, rng, world.devices, hold)
 
 
-def _place(module: nn.Module, device: torch.device, placed: set[int]) -> None:
-    """Moves the tensors of a module that no earlier stage has placed; parameters stay the same."""
-    for part in module.modules():
-        for parameter in part._parameters.values():
-            if parameter is not None and id(parameter) not in placed:
-                placed.add(id(parameter))
-                if parameter.device != device and not parameter.is_meta:
-                    parameter.data = parameter.data.to(device)
-                    if parameter.grad is not None:
-                        parameter.grad.data = parameter.grad.data.to(device)
-        for name, buffer in part._buffers.items():
-            if isinstance(buffer, Tensor) and id(buffer) not in placed:
-                if buffer.device != device and not buffer.is_meta:
-                    part._buffers[name] = buffer = buffer.to(device)
-                placed.add(id(buffer))
+def _place(
+    module: nn.Module, device: torch.device, placed: dict[int, tuple[Tensor, Tensor] | None]
+) -> None:
+    """Moves the tensors of a module that no earlier stage has placed; parameters stay the same.
+
+    Args:
+        module: the layers of a stage, or the model.
+        device: the device of the stage.
+        placed: for each tensor with a place, by its `id`, the tensor and the placed one; None for
+            parameters, which are not held, because PyTorch may swap them.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+
+    def moved(tensor: Tensor) -> Tensor:
+        if id(tensor) in placed:  # such as a buffer that two modules share
+            pair = placed[id(tensor)]
+            return tensor if pair is None else pair[1]
+        if tensor.is_meta:
+            return tensor
+        result = tensor.to(device)
+        if isinstance(tensor, nn.Parameter):
+            placed[id(tensor)] = None
+        else:
+            placed[id(tensor)] = tensor, result
+            placed[id(result)] = result, result
+        return result
+
+    if any(tensor.device != device for tensor in tensors if id(tensor) not in placed):
+        module._apply(moved)  # as `module.to` does
+    for tensor in tensors:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        placed.setdefault(id(tensor), None if is_parameter else (tensor, tensor))

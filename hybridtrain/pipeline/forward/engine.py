@@ -44,6 +44,7 @@ from hybridtrain.graph import CallSignature
 from hybridtrain.launch import LaneActivity, activity, ends_at_once
 from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engine import HeadOutput, Step
+from hybridtrain.pipeline.engines.actions import RunAhead
 from hybridtrain.pipeline.forward.glue import watch_autograd
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import Model, Trip
@@ -51,7 +52,7 @@ from hybridtrain.pipeline.forward.turns import Stopped, Turns
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.recomputation_proof import is_compared
 from hybridtrain.pipeline.timeline import Mark, mark
-from hybridtrain.pipeline.transfer import sync_streams
+from hybridtrain.pipeline.transfer import Inputs, sync_streams
 from hybridtrain.schedule import WORDS, Action, Schedule
 
 # Trips that may begin before the schedule needs them, so that a slow start delays no device.
@@ -252,7 +253,14 @@ class _StepRun:
         self._ends: SimpleQueue[None] = SimpleQueue()
         self._starts: dict[int, Mark] = {}
         self._spans: dict[int, AbstractContextManager[object]] = {}  # in a profiler's trace
-        self._learns = schedule.trains and engine._is_observed(step)
+        # where values are copied, an evaluation looks for them too
+        self._learns = (schedule.trains or self._model.moves) and engine._is_observed(step)
+        self._take = step.source
+        self._run_ahead: RunAhead | None = None
+        accelerator = self._stages[0].accelerator
+        if accelerator is not None:
+            self._take = Inputs(step.source, schedule.chunks, self._model.devices[0]).take
+            self._run_ahead = RunAhead(schedule, dict(enumerate(self._stages)), accelerator)
 
     # --- forwards
 
@@ -260,7 +268,9 @@ class _StepRun:
         """Runs the forward of a micro-batch, in a thread for trips; never raises."""
         draws = draws_here()
         try:
-            applied = self._modes.applied(self._model.devices[0]) if any(self._modes) else None
+            # without an index, a default device is the device of the stage
+            kind = torch.device(self._model.devices[0].type)
+            applied = self._modes.applied(kind) if any(self._modes) else None
             with applied or nullcontext(), self.step.thread_state.applied():
                 self.forward(microbatch)
         except Stopped:
@@ -318,11 +328,7 @@ class _StepRun:
                 span.__exit__(None, None, None)
 
     def _arguments(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        inputs = self.step.source(microbatch)
-        device = self._model.devices[0]
-        if accelerator_of(device) is not None:
-            inputs = transfer.receive(transfer.send(inputs, torch.device("cpu"), device), device)
-        return arguments_of(self._model.net, inputs)
+        return arguments_of(self._model.net, self._take(microbatch))
 
     def _enter(self, stage: int, microbatch: int) -> None:
         action = Action("F", stage, microbatch)
@@ -330,7 +336,11 @@ class _StepRun:
         if not self._is_alone:
             self._turns[lane].wait(action)
             self._activity[lane].begin(action)
+            if self._run_ahead is not None:
+                self._run_ahead.before_forward(stage)
             self._activity[lane].wait(False)
+        elif self._run_ahead is not None:
+            self._run_ahead.before_forward(stage)
         part = self._stages[stage]
         if part.accelerator is not None:
             part.accelerator.set_device(part.device)
@@ -348,6 +358,8 @@ class _StepRun:
         if self.step.timeline:
             start, device = self._starts[microbatch], self._stages[stage].device
             self.step.timeline.record(lane, Action("F", stage, microbatch), start, mark(device))
+        if self._run_ahead is not None:
+            self._run_ahead.after(Action("F", stage, microbatch))
         if not self._is_alone:
             self._activity[lane].wait(True)  # until the next action of the lane begins
             self._turns[lane].leave()
@@ -403,6 +415,8 @@ class _StepRun:
         if step.timeline:
             end = mark(stage.device)
             step.timeline.record(lane, action, start, end, computed[-1] if computed else None)
+        if self._run_ahead is not None:
+            self._run_ahead.after(action)
         if kind != "W" and index:
             before = self._stages[index - 1].device
             message: Any = sent

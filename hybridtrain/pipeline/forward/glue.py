@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.torch_private import replace_backward_entry
 from hybridtrain.errors import SplitError
+from hybridtrain.pipeline import transfer
 
 if TYPE_CHECKING:
     from hybridtrain.pipeline.forward.trip import Trip
@@ -51,10 +53,42 @@ PLAIN = frozenset(
 )
 
 
+_tensor: Any = Tensor  # whose attributes are descriptors
+
+DESCRIBING = frozenset(
+    (
+        *(_tensor.shape.__get__, _tensor.dtype.__get__, _tensor.ndim.__get__),
+        *(_tensor.layout.__get__, _tensor.requires_grad.__get__, _tensor.is_leaf.__get__),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    )
+)
+"""Functions that neither read values nor add to the graph.
+
+A tensor of an earlier stage need not be cut, nor copied to another device, to answer them.
+"""
+
+# What these see or change is the whole gradient of a tensor, of all stages.
+_OF_GRADIENT = frozenset(
+    (
+        *(Tensor.register_hook, Tensor.retain_grad, _tensor.retains_grad.__get__),
+        *(_tensor.grad_fn.__get__, _tensor.grad.__get__),
+    )
+)
+
+_DEVICE = _tensor.device.__get__
+
 GRADIENT_OVER_CUT = (
     "the forward takes a gradient over the border between two stages, as a force or a gradient "
     "penalty does: cut the model elsewhere, so that this code and the layers that it "
     "differentiates are in one stage"
+)
+
+LATE_GRADIENT = (
+    "a gradient reaches a value of an earlier stage after the backward of the stage that uses it: "
+    "the forward makes a value in a thread of its own, so the pipeline cannot tell to which stage "
+    "the value belongs; compute it in the thread of the forward, or inside one layer"
 )
 
 
@@ -67,9 +101,10 @@ class Alias:
         version: the version counter of `value` when it was made.
         node: the graph node of the cut.
         gradient: the sum of the gradients that have arrived.
+        is_sent: whether the stage before has got the gradient.
     """
 
-    __slots__ = ("gradient", "node", "source", "value", "version")
+    __slots__ = ("gradient", "is_sent", "node", "source", "value", "version")
 
     source: Tensor
     value: Tensor
@@ -79,6 +114,7 @@ class Alias:
     def __init__(self, source: Tensor) -> None:
         self.source = source
         self.gradient: Tensor | None = None
+        self.is_sent = False
 
     def forget_graph(self) -> None:
         """Drops the tensors: the graph has what it needs of them, and holds this."""
@@ -106,6 +142,8 @@ class Cut(torch.autograd.Function):
         if ctx.trip.is_in_forward:
             raise SplitError(GRADIENT_OVER_CUT)
         alias = ctx.alias
+        if alias.is_sent:
+            raise SplitError(LATE_GRADIENT)
         alias.gradient = gradient if alias.gradient is None else alias.gradient + gradient
         return None, None, None, None
 
@@ -139,10 +177,54 @@ class Glue(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         trip = self._trip
-        if trip is None or self.is_off or not trip.looks:
+        if trip is None or self.is_off or not trip.looks or func in DESCRIBING:
             return func(*args, **kwargs or {})
+        if func in _OF_GRADIENT:
+            with self.off():
+                return func(trip.with_whole_gradient(args[0]), *args[1:], **kwargs or {})
+        if func is _DEVICE:
+            with self.off():
+                return trip.device_of(args[0])
         args = trip.cut_all(args)
         return func(*args, **trip.cut_all(kwargs) if kwargs else {})
+
+
+class OnDevice(TorchFunctionMode):
+    """Copies values of other stages to the device of a layer that is recomputed.
+
+    Args:
+        device: the device of the layer.
+        devices: the devices of all stages.
+    """
+
+    def __init__(self, device: torch.device, devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self._device = device
+        self._others = set(devices) - {device}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and args[0].device in self._others:
+            return self._device
+        if func is _DEVICE or func in DESCRIBING:
+            return func(*args, **kwargs or {})
+        args, kwargs = tree_map_only(Tensor, self._copy_of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        if tensor.device not in self._others:
+            return tensor
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor, copied(tensor, self._device)
+        return self._copies[id(tensor)][1]
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a detached copy of a tensor on another device, usable in the current stream."""
+    value: Tensor = transfer.receive(transfer.send(tensor, tensor.device, device, "F"), device)
+    return value
 
 
 class _Here(threading.local):
@@ -172,7 +254,7 @@ def watch_autograd() -> None:
         return apply.__get__(None, cls)(*args, **kwargs)
 
     function.apply = watched
-    replace_backward_entry(_before_backward, _explain)
+    replace_backward_entry(_before_backward, _after_backward, _explain)
 
 
 def _before_backward(inputs: Any) -> None:
@@ -181,6 +263,14 @@ def _before_backward(inputs: Any) -> None:
     if trip is not None and trip.is_in_forward and trip.stage:
         with trip.glue.off():
             trip.check_inner_gradient(inputs)
+
+
+def _after_backward(gradients: Any) -> None:
+    """Notes the stage of gradients that have a graph: on a GPU, another thread makes its nodes."""
+    trip = here.trip
+    if trip is not None and trip.is_in_forward and gradients:
+        with trip.glue.off():
+            trip.note_inner_gradients(gradients)
 
 
 def _explain(error: RuntimeError) -> None:

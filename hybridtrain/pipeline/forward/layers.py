@@ -226,11 +226,14 @@ class LayersOfStage:
             args, kwargs = map_tensors(torch.clone, (args, kwargs))
         objects = structure_copy((args, kwargs))
         is_first = True
+        assert trip.layer is not None
+        device = trip.on_device_again(trip.layer)
 
         def run(piece: Piece, args: Any, kwargs: Any) -> Any:
             nonlocal is_first
-            draws = scope = _NONE
+            draws = scope = on_device = _NONE
             if not is_first:  # in the backward, without a trip
+                on_device = device
                 draws, scope = self.rng.seeded_again(microbatch, drawn), skip_scope(popped)
                 args, kwargs = map_tensors(torch.clone, objects) if in_place else objects
             is_first = False
@@ -238,6 +241,7 @@ class LayersOfStage:
                 self._in_state(piece, position),
                 draws,
                 scope,
+                on_device,
                 _NONE if piece.record is None else piece.record.run(),
             ):
                 if piece.record is not None:

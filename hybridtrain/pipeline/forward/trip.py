@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._base.tensors import storage_id
@@ -28,10 +29,18 @@ from hybridtrain._base.torch_private import (
     push_function_mode,
 )
 from hybridtrain.errors import SplitError
-from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.boundary import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
-from hybridtrain.pipeline.forward.glue import GRADIENT_OVER_CUT, PLAIN, Alias, Cut, Glue, here
+from hybridtrain.pipeline.forward.glue import (
+    GRADIENT_OVER_CUT,
+    PLAIN,
+    Alias,
+    Cut,
+    Glue,
+    OnDevice,
+    copied,
+    here,
+)
 
 if TYPE_CHECKING:
     from hybridtrain.pipeline.boundary import Root
@@ -68,6 +77,7 @@ class Model(NamedTuple):
             arguments, such as a weight that an earlier stage owns.
         wanted: for each stage, a leaf that makes autograd record its cuts.
         moves: whether the stages are on several devices, so that values must be copied.
+        lasting: the names of parameters and buffers, by their `id`, if values are copied.
     """
 
     net: nn.Module
@@ -77,6 +87,14 @@ class Model(NamedTuple):
     look_inside: set[int]
     wanted: Sequence[Tensor]
     moves: bool
+    lasting: Mapping[int, str]
+
+
+def _changed_through_view(tensor: Tensor) -> str:
+    return (
+        f"a value of shape {tuple(tensor.shape)} of an earlier stage is changed in place through "
+        "another view of it: change a copy (.clone()), or cut elsewhere"
+    )
 
 
 class StageInFlight(NamedTuple):
@@ -96,7 +114,49 @@ class StageInFlight(NamedTuple):
 
     def gradients_before(self) -> list[Tensor | None]:
         """Returns the gradients that the backward has computed for the stage before."""
+        for alias in self.aliases:
+            alias.is_sent = True
         return [alias.gradient for alias in self.aliases]
+
+
+class _Copies:
+    """A value that needs no gradient, on several devices.
+
+    Attributes:
+        source: the value as the forward knows it.
+        values: its equal copies; the one that was used last is at the end.
+        version: the version counter of the last, when it was taken.
+        is_changed: whether a stage has changed its copy in place.
+    """
+
+    __slots__ = ("is_changed", "source", "values", "version")
+
+    def __init__(self, source: Tensor) -> None:
+        self.source = source
+        self.values = [source]
+        self.version = _version_of(source)
+        self.is_changed = False
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the value on a device, copied there unless an equal copy is there."""
+        last = self.values[-1]
+        if self.has_changed:
+            self.is_changed = True
+            self.values = [last]
+        there = [index for index, value in enumerate(self.values) if value.device == device]
+        value = self.values.pop(there[0]) if there else copied(last, device)
+        self.values.append(value)
+        self.version = _version_of(value)
+        return value
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the stage that took the last copy has changed it since."""
+        return _version_of(self.values[-1]) != self.version
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _no_stage(stage: int, microbatch: int) -> None:
@@ -149,9 +209,12 @@ class Trip:
         self.glue = Glue(self)
         self._calls: dict[int, int] = {}  # of each layer so far
         self._starts: list[int] = []  # the first node number of each stage so far
-        self._own_leaves: dict[int, tuple[int, Tensor]] = {}  # no parameters: stage and tensor
+        # of tensors whose node does not say it, other than parameters: stage and tensor
+        self._stages: dict[int, tuple[int, Tensor]] = {}
         self._aliases: list[dict[int, Alias]] = [{} for _ in model.devices]
-        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._copies: dict[int, _Copies] = {}  # by the `id` of the source
+        # the last stage that has changed the memory of an earlier stage in place, by `storage_id`
+        self._changed: dict[int, int] = {}
         self._head: HeadOutput | None = None
 
     # --- the forward
@@ -177,7 +240,7 @@ class Trip:
             args, kwargs = inputs()
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    self._own_leaves[id(leaf)] = 0, leaf
+                    self._stages[id(leaf)] = 0, leaf
             self._starts.append(next_node_number())
             self.is_in_forward = True
             with context, self.draws:
@@ -197,7 +260,7 @@ class Trip:
                     if self._last:
                         pop_function_mode(self.glue)
             self.is_in_forward = False
-            self._check_aliases()
+            self._check_changes()
             self._copies.clear()
             if hold is not None:
                 hold()
@@ -214,7 +277,7 @@ class Trip:
         self._enter_stage = self._leave_stage = _no_stage
         for alias in chain.from_iterable(of_stage.values() for of_stage in self._aliases):
             alias.forget_graph()
-        self._aliases, self._own_leaves, self._copies, self._head = [], {}, {}, None
+        self._aliases, self._stages, self._copies, self._head = [], {}, {}, None
 
     def place_of(self, module: nn.Module) -> LayerPlace | None:
         """Returns the place of the next call of a layer; None for other modules."""
@@ -249,7 +312,7 @@ class Trip:
                 "elsewhere, so that the layers inside it are in one stage"
             )
         while self.stage < stage:
-            self._check_aliases()
+            self._check_changes()
             self._leave_stage(self.stage, self.microbatch)
             self.stage += 1
             self._enter_stage(self.stage, self.microbatch)
@@ -302,6 +365,16 @@ class Trip:
         """Returns whether a layer is known, or not yet known, to use values of earlier stages."""
         return (self._learns or layer in self._model.look_inside) and self.looks
 
+    def on_device_again(self, place: LayerPlace) -> AbstractContextManager[object]:
+        """Returns a context in which a layer finds the values of other stages on its own device.
+
+        For its recomputation, which this trip does not see.
+        """
+        devices = self._model.devices
+        if not (self._model.moves and self.looks_inside(place.number)):
+            return nullcontext()
+        return OnDevice(devices[place.stage], devices)
+
     def look_inside(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module of a layer that uses values of earlier stages besides its arguments."""
         glue, was_off = self.glue, self.glue.is_off
@@ -340,29 +413,59 @@ class Trip:
         Shared by all uses in the stage, and copied to the stage's device once.
         """
         if not (self._cuts and tensor.requires_grad and torch.is_grad_enabled()):
-            return self._moved(tensor) if self._model.moves else tensor
+            return self._on_device(tensor) if self._model.moves else tensor
         if not self._is_earlier(tensor):
             return tensor
         if self.layer is not None:
             self._model.look_inside.add(self.layer.number)
         with self.glue.off():
-            for stage in range(self._stage_of(tensor) + 1, self.stage + 1):
+            source, last = tensor, self._stage_of(tensor)
+            for stage in range(last + 1, self.stage + 1):
                 alias = self._aliases[stage].get(id(tensor))
                 if alias is None:
+                    self._check_memory(source, last)
+                    if not tensor.requires_grad:  # an earlier stage has detached it in place
+                        return self._on_device(tensor) if self._model.moves else tensor
                     alias = self._aliases[stage][id(tensor)] = Alias(tensor)
-                    here_too = tensor.detach()
-                    if self._model.moves:
-                        here_too = self._moved(here_too, stage)
-                    alias.value = Cut.apply(here_too, self._model.wanted[stage], self, alias)
+                    value, device = tensor.detach(), self._model.devices[stage]
+                    if value.device != device and value.device in self._model.devices:
+                        value = copied(value, device)
+                    alias.value = Cut.apply(value, self._model.wanted[stage], self, alias)
                     alias.version, alias.node = alias.value._version, alias.value.grad_fn
-                tensor = alias.value
+                tensor, last = alias.value, stage
         return tensor
+
+    def with_whole_gradient(self, tensor: Tensor) -> Tensor:
+        """Returns the name of a tensor whose node gets the gradients of all stages.
+
+        It is the tensor itself, or the name in the last stage that has changed it in place.
+        """
+        whole = tensor
+        for of_stage in self._aliases[self._stage_of(tensor) + 1 : self.stage + 1]:
+            alias = of_stage.get(id(tensor))
+            if alias is None:
+                break
+            tensor = alias.value
+            if tensor.grad_fn is not alias.node:
+                whole = tensor
+        return whole
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Returns the device on which this stage has a tensor."""
+        is_moved = self._model.moves and tensor.device in self._model.devices
+        return self._model.devices[self.stage] if is_moved else tensor.device
 
     def check_inner_gradient(self, inputs: Any) -> None:
         """Refuses a gradient that the forward takes with respect to a value of another stage."""
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad and self._is_earlier(leaf):
                 raise SplitError(GRADIENT_OVER_CUT)
+
+    def note_inner_gradients(self, gradients: Any) -> None:
+        """Notes that this stage has made gradients which the forward has taken."""
+        for leaf in tree_leaves(gradients):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._stages[id(leaf)] = self.stage, leaf
 
     def _has_foreign(self, values: Any) -> bool:
         for value in values:
@@ -383,59 +486,110 @@ class Trip:
 
     def _is_foreign(self, tensor: Tensor) -> bool:
         model = self._model
-        if model.moves and tensor.device != model.devices[self.stage]:
-            return tensor.device in model.devices
+        if model.moves:
+            if tensor.device != model.devices[self.stage]:
+                return tensor.device in model.devices
+            if id(tensor) in self._copies:  # a later stage may have changed its copy
+                return True
         return self._cuts and tensor.requires_grad and self._is_earlier(tensor)
 
     def _is_earlier(self, tensor: Tensor) -> bool:
         node = tensor.grad_fn
-        if node is not None and id(tensor) not in self._own_leaves:
-            return node._sequence_nr() < self._starts[-1]
-        return self._stage_of(tensor) < self.stage
+        if node is None or id(tensor) in self._stages:
+            return self._stage_of(tensor) < self.stage
+        if node._sequence_nr() < self._starts[-1]:
+            return True
+        # most tensors have never been changed in place
+        return tensor._version > 0 and self._stage_of(tensor) < self.stage
 
     def _stage_of(self, tensor: Tensor) -> int:
-        known = self._own_leaves.get(id(tensor))
-        if known is not None:
-            return known[0]
+        noted = self._stages.get(id(tensor))
+        if noted is not None:
+            return noted[0]
         node = tensor.grad_fn
         if node is not None:
+            if tensor._version and tensor._is_view():
+                node = self._made_by(node)
             # a graph from before the trip counts as the first stage's
             return max(bisect_right(self._starts, node._sequence_nr()) - 1, 0)
         owner = self._model.owners.get(id(tensor))
         if owner is not None:
             return owner
-        self._own_leaves[id(tensor)] = self.stage, tensor  # its first use
+        self._stages[id(tensor)] = self.stage, tensor  # its first use
         return self.stage
 
-    def _moved(self, tensor: Tensor, stage: int | None = None) -> Tensor:
-        device = self._model.devices[self.stage if stage is None else stage]
-        if tensor.device == device or tensor.device not in self._model.devices:
-            return tensor
-        key = id(tensor), self.stage if stage is None else stage
-        if key not in self._copies:
-            sent = transfer.send(tensor, tensor.device, device, "F")
-            self._copies[key] = tensor, transfer.receive(sent, device)
-        return self._copies[key][1]
+    def _made_by(self, node: Node) -> Node:
+        """Returns the node of the operation that has made a view, or has changed its base.
 
-    def _check_aliases(self) -> None:
-        """Refuses a change in place that an alias cannot see.
+        When the base of a view changes in place, autograd makes a new node for the view, but only
+        when code asks for it, so perhaps in a later stage. That stage has no other node that leads
+        to an earlier one: cuts lead to none.
+        """
+        start = self._starts[-1]
+        following: Node | None = node
+        while following is not None and following._sequence_nr() >= start:
+            functions = following.next_functions
+            if len(functions) != 1:
+                return node
+            following = functions[0][0]
+        return node if following is None else following
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        """Returns a value that needs no gradient on this stage's device."""
+        device, copies = self._model.devices[self.stage], self._copies.get(id(tensor))
+        if copies is None:
+            if tensor.device == device or tensor.device not in self._model.devices:
+                return tensor
+            with self.glue.off():
+                self._check_memory(tensor, self.stage - 1)
+                copies = self._copies[id(tensor)] = _Copies(tensor)
+        if self.layer is not None:
+            self._model.look_inside.add(self.layer.number)
+        with self.glue.off():
+            return copies.on(device)
+
+    def _check_memory(self, tensor: Tensor, last: int) -> None:
+        """Refuses a value that a stage after `last` has changed under another name."""
+        if self._changed.get(storage_id(tensor), 0) > last:
+            raise SplitError(_changed_through_view(tensor))
+
+    def _check_changes(self) -> None:
+        """Refuses a change in place that a stage's own name cannot see.
 
         Raises:
-            SplitError: a value of an earlier stage was changed through another view of its memory.
+            SplitError: a value of an earlier stage was changed through another view of its memory;
+                or a parameter or buffer that is on another device was changed.
         """
+        if self._copies:
+            self._check_copies()
         aliases = list(self._aliases[self.stage].values())
         changed = [alias for alias in aliases if alias.value._version != alias.version]
         for alias in changed:
+            memory = storage_id(alias.source)
             is_shared = any(
-                other is not alias and storage_id(other.value) == storage_id(alias.value)
-                for other in aliases
+                other is not alias and storage_id(other.source) == memory for other in aliases
             )
             if alias.value.grad_fn is alias.node or is_shared:
+                raise SplitError(_changed_through_view(alias.value))
+            self._changed[memory] = self.stage
+
+    def _check_copies(self) -> None:
+        for copies in self._copies.values():
+            if not (copies.is_changed or copies.has_changed):
+                continue
+            name = self._model.lasting.get(id(copies.source))
+            if name is not None:
                 raise SplitError(
-                    f"a value of shape {tuple(alias.value.shape)} of an earlier stage is changed "
-                    "in place through another view of it: change a copy (.clone()), or cut "
-                    "elsewhere"
+                    f"stage {self.stage} changes {name!r} in place, which is on the device of "
+                    "another stage: cut elsewhere, so that this code is in the stage of the layer "
+                    "that has it"
                 )
+            memory = storage_id(copies.source)
+            if any(
+                other is not copies and storage_id(other.source) == memory
+                for other in self._copies.values()
+            ):
+                raise SplitError(_changed_through_view(copies.source))
 
     # --- the backward
 
