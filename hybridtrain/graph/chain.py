@@ -55,6 +55,8 @@ class Chain:
         variants: its graphs for inputs of other kinds; None if one graph fits all inputs.
         first_uses: for parameters of an observed model, by name, the index of the layer in whose
             stage they are first used: in the layer, or in the code after it.
+        opened: for units of an observed model that are several layers, by their number, the module
+            that the unit calls.
     """
 
     layers: list[Layer]
@@ -64,6 +66,7 @@ class Chain:
     guards: TraceGuards = field(default_factory=TraceGuards)
     variants: Variants | None = None
     first_uses: Mapping[str, int] = field(default_factory=dict)
+    opened: Mapping[int, str] = field(default_factory=dict)
 
 
 class ChainBuilder:

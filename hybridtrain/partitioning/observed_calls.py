@@ -150,17 +150,19 @@ class ObservedChains:
             if self._inputs is not None:
                 first_uses = self._first_uses([call.begin for call in self.calls_of(elements)])
             return Chain(elements, units, self._together(elements), first_uses=first_uses)
-        unit_calls = self._front(self.run.root, ())
+        unit_calls = self._unit_calls(self.run.root)
         if not unit_calls:
             return self.one_layer()
         layers: list[Layer] = []
         units = []
         begins: list[int] = []
+        opened: dict[int, str] = {}
         seen: dict[str, int] = {}
         for unit, unit_call in enumerate(unit_calls):
             calls = [unit_call]
             if self._opens(unit_call, expand):
                 calls = self._front(unit_call, expand)
+                opened[unit] = unit_call.name
             for piece, call in enumerate(calls):
                 number = seen[call.name] = seen.get(call.name, 0) + 1
                 name = call.name if number == 1 else f"{call.name}@{number}"
@@ -172,6 +174,7 @@ class ObservedChains:
             units,
             self._together(layers),
             first_uses=self._first_uses(begins),
+            opened=opened,
         )
 
     def one_layer(self) -> Chain:
@@ -202,6 +205,15 @@ class ObservedChains:
         calls = self.calls_of(layers)
         values = [(call.args, dict(call.kwargs)) for call in calls]
         return [structure_copy(value, partial(_on, device)) for value in values]
+
+    def _unit_calls(self, call: Call) -> list[Call]:
+        """Returns the calls of the units: the same ones however finely the model is split."""
+        if not is_chain(self._net):
+            return self._front(call, ())
+        calls: list[Call] = []
+        for part in call.parts:  # the elements, as without `expand`
+            calls += self._unit_calls(part) if is_chain(self._modules[part.name]) else [part]
+        return calls
 
     def _front(self, call: Call, expand: Collection[str]) -> list[Call]:
         """Returns the calls inside a call, with those to open replaced by their own."""

@@ -139,6 +139,7 @@ class PlannedLayers:
     variants: Variants | None = None
     first_uses: Mapping[str, int] = field(default_factory=dict)
     runs_forward: bool = False
+    opened: Mapping[int, str] = field(default_factory=dict)
 
 
 class _Decision(NamedTuple):
@@ -265,6 +266,7 @@ class Planner:
             chain.variants,
             chain.first_uses,
             self._runs_forward,
+            chain.opened,
         )
 
     def _chain(self, expand: Collection[str] = ()) -> Chain:

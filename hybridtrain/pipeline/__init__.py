@@ -35,7 +35,7 @@ from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES, InlineEngine
 from hybridtrain.pipeline.engines.processes import messages_of
-from hybridtrain.pipeline.forward import threads_per_lane
+from hybridtrain.pipeline.forward import ForwardStage, threads_per_lane
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
     LayerRNG,
@@ -54,6 +54,7 @@ __all__ = [
     "ENGINES",
     "BatchCheck",
     "DrawsOf",
+    "ForwardStage",
     "Head",
     "HeadOutput",
     "InlineEngine",

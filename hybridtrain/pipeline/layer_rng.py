@@ -149,7 +149,7 @@ class LayerRNG:
         """Returns a context in which a layer repeats the draws that it made from `position` on."""
         if position is None:
             return _NOT_SEEDED
-        draws = _ForwardDraws(self, microbatch)
+        draws = _DrawsAgain(self, microbatch)
         draws.resume(position)
         return draws
 
@@ -161,7 +161,15 @@ class LayerRNG:
 
     def seed_of(self, layer: int, microbatch: int, *number: int) -> int:
         """Returns the seed of the random operation with index `number` in the layer's unit."""
-        return self._seed_of(self.step, self._units[layer][0], microbatch, *number)
+        return self.seed_of_unit(self._units[layer][0], microbatch, *number)
+
+    def seed_of_unit(self, unit: int, microbatch: int, *number: int) -> int:
+        """Returns the seed of the random operation with index `number` in a unit."""
+        return self._seed_of(self.step, unit, microbatch, *number)
+
+    def unit_of(self, layer: int) -> int:
+        """Returns the unit of `layer`."""
+        return self._units[layer][0]
 
     def _seed_of(self, step: int, unit: int, microbatch: int, *number: int) -> int:
         """Returns the seed of a random operation of a unit, by the place of the micro-batch."""
@@ -219,8 +227,21 @@ class LayerRNG:
 
     def note_draw(self, layer: int, microbatch: int, operations: int) -> None:
         """Records the number of random operations that `layer` has run."""
+        self._note(layer, *self._units[layer], microbatch, operations)
+
+    def note_draw_in_unit(self, layer: int, unit: int, microbatch: int, operations: int) -> None:
+        """Records the number of random operations of a unit, with all layers that it is cut into.
+
+        Args:
+            layer: the layer that runs, or has run last.
+            unit: the unit.
+            microbatch: the index of the micro-batch.
+            operations: the number.
+        """
+        self._note(layer, unit, 0, microbatch, operations)
+
+    def _note(self, layer: int, unit: int, piece: int, microbatch: int, operations: int) -> None:
         self._seen.add(layer)
-        unit, piece = self._units[layer]
         # a recomputation repeats the first of them
         before = self.counts.get((unit, piece, microbatch), 0)
         self.counts[unit, piece, microbatch] = max(before, operations)
@@ -239,6 +260,15 @@ class _NotSeeded:
 
     def at(self, layer: int) -> None:
         """See `_SeededDraws`."""
+
+    def at_unit(self, unit: int) -> None:
+        """See `_ForwardDraws`."""
+
+    def enter_stage(self) -> None:
+        """See `_ForwardDraws`."""
+
+    def leave_stage(self) -> None:
+        """See `_ForwardDraws`."""
 
     def __enter__(self) -> _NotSeeded:
         return self
@@ -322,21 +352,30 @@ class DrawPosition(NamedTuple):
 
     Attributes:
         layer: the layer.
-        before: how often earlier pieces of its unit have drawn.
-        operations: how often the layer has drawn.
+        unit: its unit.
+        operations: how often the unit has drawn.
+        offset: the offset of the device's generator, see `_ForwardDraws`.
     """
 
     layer: int
-    before: int
+    unit: int
     operations: int
+    offset: int
 
 
 class _ForwardDraws(_SeededDraws):
-    """The draws of a whole forward: in layers, and in the code after each of them."""
+    """The draws of a whole forward: in units, and in the code after each of them.
+
+    One thread runs all pieces of a unit, so it counts the draws of the unit, wherever that is cut.
+    The generator of a device, if only this thread draws from it, has the seed of the unit while the
+    forward is in a stage of the device; its offset goes on from piece to piece.
+    """
 
     def __init__(self, rng: LayerRNG, microbatch: int) -> None:
         super().__init__(rng, microbatch)
-        self._counts: dict[int, int] = {}
+        self._unit = -1
+        self._counts: dict[int, int] = {}  # of the draws of each unit so far
+        self._offsets: dict[int, int] = {}  # of the device's generator, after each unit so far
         # only where no other thread draws: one that takes no generator changes this state meanwhile
         self._state = _CPU_GENERATOR.get_state() if rng.refuses_own_seeds else None
 
@@ -360,20 +399,81 @@ class _ForwardDraws(_SeededDraws):
         return super().draw(operation, args, kwargs)
 
     def at(self, layer: int) -> None:
-        """Records that `layer` runs next; in a layer that goes on, the count goes on."""
-        if layer != self._layer:
-            self._counts[self._layer] = self._operations
-            super().at(layer)
-            self._operations = self._counts.get(layer, 0)
+        """Records that `layer` runs next; in a unit that goes on, the count goes on."""
+        self._layer = layer
+        self.at_unit(self._rng.unit_of(layer))
+
+    def at_unit(self, unit: int) -> None:
+        """Records that code of `unit` runs next."""
+        if unit == self._unit:
+            return
+        self._counts[self._unit] = self._operations
+        self._note_unseen()
+        self._unit, self._operations = unit, self._counts.get(unit, 0)
+        self._seed_own()
+
+    def enter_stage(self) -> None:
+        """Seeds the generator of this thread's device, if no other thread draws from it."""
+        if self._rng.own_generator is not None:
+            self._own = self._rng.own_generator()
+            if self._own is not None:
+                self._found = self._own.initial_seed(), self._own.get_offset()
+                self._seed_own()
+
+    def leave_stage(self) -> None:
+        """Restores the generator of this thread's device."""
+        if self._own is not None:
+            self._note_unseen()
+            seed, offset = self._found
+            self._own.manual_seed(seed)
+            self._own.set_offset(offset)
+            self._own = None
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.leave_stage()
+
+    def _seed_own(self) -> None:
+        if self._own is not None:
+            # no operation has the number -1
+            self._own.manual_seed(self._rng.seed_of_unit(self._unit, self._microbatch, -1))
+            self._own.set_offset(self._offsets.get(self._unit, 0))
+
+    def _note_unseen(self) -> None:
+        if self._own is not None:
+            offset = self._own.get_offset()
+            if offset != self._offsets.get(self._unit, 0):
+                self._offsets[self._unit] = offset
+                self._note_operations()
+
+    def _next_seed(self) -> int:
+        number = self._operations
+        self._operations += 1
+        self._note_operations()
+        return self._rng.seed_of_unit(self._unit, self._microbatch, number)
+
+    def _note_operations(self) -> None:
+        self._rng.note_draw_in_unit(self._layer, self._unit, self._microbatch, self._operations)
 
     @property
     def position(self) -> DrawPosition:
         """The place of the next draw."""
-        return DrawPosition(self._layer, self._before, self._operations)
+        offset = 0 if self._own is None else self._own.get_offset()
+        return DrawPosition(self._layer, self._unit, self._operations, offset)
 
     def resume(self, position: DrawPosition) -> None:
-        """Goes on from `position`."""
-        self._layer, self._before, self._operations = position
+        """Goes on from `position`, in the device of this thread once the context is entered."""
+        self._layer, self._unit, self._operations, offset = position
+        self._offsets[self._unit] = offset
+
+
+class _DrawsAgain(_ForwardDraws):
+    """The draws of a layer that is recomputed."""
+
+    def __enter__(self) -> _DrawsAgain:
+        self.enter_stage()
+        super().__enter__()
+        return self
 
 
 class _OwnDraws(_SeededDraws):

@@ -35,7 +35,7 @@ from hybridtrain._base.precision import autocast
 from hybridtrain._base.torch_private import without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
 from hybridtrain.graph import CallSignature, Layer
-from hybridtrain.pipeline import HeadOutput, Pipeline, ReplayedDraws
+from hybridtrain.pipeline import ForwardStage, HeadOutput, Pipeline, ReplayedDraws
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.verification.comparison import Difference, difference, differences
 from hybridtrain.verification.module_copy import copy_modules
@@ -153,6 +153,16 @@ class ForwardCheck:
                 return
         if mismatch is None:
             return
+        if any(f"gradient of {name}" in str(mismatch) for name in run.recast):
+            raise NotExactError(
+                f"{type(self._model.net).__name__} in {len(self._model.plan.stages)} stages: "
+                f"{mismatch}, because the forward uses a torch.autocast of its own, which casts a "
+                "parameter once for all uses and adds up their gradients in the lower precision, "
+                "but several stages use this parameter, and each casts it: pass "
+                f"cache_enabled=False to torch.autocast, set {setting('precision', 'bf16')} "
+                f"instead, or cut so that one stage has all uses ({argument('split')}). "
+                f"{setting('self_check', False)} disables this check"
+            )
         changed = run.changed_state(batch)
         state = f"its forward changes {', '.join(changed[:4])}" if changed else ""
         model = self._model
@@ -168,9 +178,14 @@ class ForwardCheck:
 
 
 class _Run:
-    """Runs copies of a model, cut and plain."""
+    """Runs copies of a model, cut and plain.
+
+    Attributes:
+        recast: the names of parameters that several stages cast under an autocast of the forward.
+    """
 
     def __init__(self, model: CutModel) -> None:
+        self.recast: set[str] = set()
         self._model = model
         self._net = model.net
         self._device = model.world.devices[-1]
@@ -270,6 +285,9 @@ class _Run:
                     shape = world.nb_part, len(parts), self._options.stages_per_device
                     forward = forward_only(*shape, self._options.placement)
                     pipeline.run_forward(forward, parts.__getitem__, head)
+            for stage in pipeline.stages:
+                if isinstance(stage, ForwardStage):
+                    self.recast |= stage.recast
             if time.perf_counter() - begun > MAX_SECONDS * len(parts):
                 raise _Skipped(f"a forward and backward take more than {MAX_SECONDS:.0f} s")
             counts = dict(pipeline.rng.counts)

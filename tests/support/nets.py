@@ -467,3 +467,27 @@ CASES = {
     ),
     "tied_gpt": Case(lambda: tied_gpt(blocks=[Attention() for _ in range(6)]), tokens, token_loss),
 }
+
+
+class GPUGenerator:
+    """A GPU's default generator: a seed, and an offset that counts what was drawn from it."""
+
+    def __init__(self):
+        self.manual_seed(0)
+
+    def manual_seed(self, seed):
+        self.seed, self.offset = seed, 0
+
+    def initial_seed(self):
+        return self.seed
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+    def rand(self, shape):
+        self.offset += 4
+        generator = torch.Generator().manual_seed(self.seed + self.offset)
+        return torch.rand(shape, generator=generator)

@@ -4,6 +4,7 @@ engine     threads for trips and for backwards; the step
 trip       a micro-batch on its way through the stages
 glue       the code between layers, and the cuts of the autograd graph
 turns      the turns of a device
+places     where each call of a module runs
 layers     the calls of layers, compiled and recomputed
 stage      what belongs to a device: layers, state, backwards
 build      places layers on devices, and connects all of this

@@ -15,8 +15,9 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import PlannedLayers, RecomputePolicy
 from hybridtrain.pipeline.forward.engine import ForwardEngine
 from hybridtrain.pipeline.forward.layers import LayersOfStage, install
+from hybridtrain.pipeline.forward.places import LayerPlace, OpenedUnit, Place
 from hybridtrain.pipeline.forward.stage import ForwardStage
-from hybridtrain.pipeline.forward.trip import LayerPlace, Model
+from hybridtrain.pipeline.forward.trip import Model
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.world import World
@@ -105,6 +106,15 @@ def owners_of(planned: PlannedLayers, net: nn.Module) -> dict[int, int]:
     return owner
 
 
+def containers_of(net: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Returns the modules of a model, by name, that contain one of the layers."""
+    modules = dict(net.named_modules(remove_duplicate=False))
+    numbers = {id(layer) for layer in layers}
+    paths = [name.split(".") for name, module in modules.items() if name and id(module) in numbers]
+    names = {".".join(path[:length]) for path in paths for length in range(len(path))}
+    return {name: modules[name] for name in names}
+
+
 def forward_engine(
     net: nn.Module,
     planned: PlannedLayers,
@@ -117,10 +127,8 @@ def forward_engine(
     owner = owners_of(planned, net)
     devices = [stage.device for stage in stages]
     moves = len(set(devices)) > 1
-    lasting: dict[int, str] = {}
-    if moves:
-        lasting = {id(t): name for name, t in (*net.named_parameters(), *net.named_buffers())}
-    places: dict[int, list[LayerPlace]] = {}
+    names = {id(t): name for name, t in (*net.named_parameters(), *net.named_buffers())}
+    places: dict[int, list[Place]] = {}
     look_inside: set[int] = set()
     for stage in stages:
         for position, layer in enumerate(stage.layers):
@@ -129,6 +137,11 @@ def forward_engine(
                 tensors = (*layer.module.parameters(), *layer.module.buffers())
                 shares = shares or any(t.device != stage.device for t in tensors)
             index = stage.first + position
+            unit, piece = planned.units[index]
+            if unit in planned.opened and not piece:
+                opened = net.get_submodule(planned.opened[unit])
+                install([opened])
+                places.setdefault(id(opened), []).append(OpenedUnit(unit, stage.index))
             if shares or popped_by(layer.module):
                 look_inside.add(index)
             place = LayerPlace(index, stage.index, layer.name, position, stage.runs)
@@ -141,7 +154,9 @@ def forward_engine(
         look_inside,
         [stage.wanted for stage in stages],
         moves,
-        lasting,
+        names,
+        containers_of(net, [layer.module for stage in stages for layer in stage.layers]),
+        stages[0].recast,
     )
     hold = options.find_unused_parameters and world.data_parallel_size > 1
     return ForwardEngine(model, stages, rng, world.devices, hold)

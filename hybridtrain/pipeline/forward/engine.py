@@ -34,18 +34,20 @@ from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import (
     CallerModes,
+    compiled_call,
     draws_here,
     is_profiled,
     leave_draws,
     profiled,
 )
-from hybridtrain.errors import UserError
+from hybridtrain.errors import ConfigError, UserError, argument
 from hybridtrain.graph import CallSignature
 from hybridtrain.launch import LaneActivity, activity, ends_at_once
 from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engine import HeadOutput, Step
 from hybridtrain.pipeline.engines.actions import RunAhead
 from hybridtrain.pipeline.forward.glue import watch_autograd
+from hybridtrain.pipeline.forward.layers import LayerCall
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import Model, Trip
 from hybridtrain.pipeline.forward.turns import Stopped, Turns
@@ -98,8 +100,16 @@ class ForwardEngine:
 
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
+        for stage in self._stages:
+            stage.runs.follow_compiled()
         if len(self._stages) == 1:
             return self._run_here(step)
+        for name, module in self._model.containers.items():
+            if not isinstance(compiled_call(module), LayerCall | None):
+                raise ConfigError(
+                    f"{name or type(module).__name__} has been compiled, but the model is cut "
+                    f"inside of it: compile its layers, or set {argument('compile')}"
+                )
         modes = CallerModes.capture()
         # a mode is the caller's object and may have state, which two threads must not share
         run = _StepRun(self, step, modes, serial=any(modes))
@@ -370,8 +380,12 @@ class _StepRun:
         """Runs the backwards of one device, in its thread; never raises."""
         turns, doing = self._turns[lane], self._activity[lane]
         action: Action | None = None
+        device = self._engine._devices[lane]
+        accelerator = accelerator_of(device)
         try:
-            applied = self._modes.applied(self._engine._devices[lane]) if any(self._modes) else None
+            if accelerator is not None:
+                accelerator.set_device(device)
+            applied = self._modes.applied(device) if any(self._modes) else None
             with applied or nullcontext(), self.step.thread_state.applied():
                 for action in self.step.schedule.lanes[lane]:
                     if action.kind == "F":
@@ -516,6 +530,10 @@ class _Worker:
 
 def _work(inbox: SimpleQueue[Callable[[], None] | None], intra_op_threads: int) -> None:
     torch.set_num_threads(intra_op_threads)
+    # For an autocast of the forward itself. The cache of cast weights is one for all threads, so
+    # another micro-batch would clear it, and change at random which gradients are added up before
+    # the cast.
+    torch.set_autocast_cache_enabled(False)
     while (run := inbox.get()) is not None:
         run()
         del run  # or this frame would keep the step's activations until the next one

@@ -181,6 +181,8 @@ class Glue(TorchFunctionMode):
             return func(*args, **kwargs or {})
         if func in _OF_GRADIENT:
             with self.off():
+                if func is Tensor.register_hook:
+                    trip.check_hook(args[0])
                 return func(trip.with_whole_gradient(args[0]), *args[1:], **kwargs or {})
         if func is _DEVICE:
             with self.off():

@@ -31,6 +31,7 @@ from hybridtrain._base.torch_private import (
 from hybridtrain._base.values import structure_copy
 from hybridtrain.graph import Layer, works_in_place
 from hybridtrain.pipeline.forward.glue import here
+from hybridtrain.pipeline.forward.places import LayerPlace
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import describe, error_hints
 from hybridtrain.pipeline.layer_state import StageState
@@ -61,8 +62,10 @@ class LayerCall:
         assert module is not None
         if trip is not None and trip.is_in_forward and trip.layer is None:
             place = trip.place_of(module)
-            if place is not None:
+            if isinstance(place, LayerPlace):
                 return trip.run_layer(place, args, kwargs)
+            if place is not None:
+                trip.draws.at_unit(place.number)
         return (self.compiled or module._call_impl)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -129,6 +132,16 @@ class LayersOfStage:
             if compiled:
                 compile_module(layer.module, dynamic=False if static else None)
             self._calls.append(own_call(layer.module))
+
+    def follow_compiled(self) -> None:
+        """Runs layers that the caller has compiled since the last step (`module.compile()`) so.
+
+        Compiling replaces what a call of the module does, and so the `LayerCall`.
+        """
+        for position, layer in enumerate(self.layers):
+            if not isinstance(compiled_call(layer.module), LayerCall):
+                install([layer.module])
+                self._calls[position] = own_call(layer.module)
 
     def begin_step(self, kind: object, whole: frozenset[int]) -> None:
         """Begins a step that trains.

@@ -60,6 +60,7 @@ class ForwardStage:
         parameter_count: the number of elements of the parameters that it owns.
         saved_bytes: bytes that autograd saves for a micro-batch; None before the first.
         wanted: a leaf that makes autograd record the cuts before this stage.
+        recast: the names of parameters that later stages cast again; see `Model`.
     """
 
     aliases: Sequence[Alias] = ()  # a shared parameter has no stand-in; see `glue`
@@ -82,6 +83,7 @@ class ForwardStage:
         self.replica_states: ReplicaStates | None = None
         self.parameter_count = sum(parameter.numel() for parameter in owned)
         self.saved_bytes: int | None = None
+        self.recast: set[str] = set()
         self.wanted = torch.zeros((), requires_grad=True)
         self._backward = StageBackward()
         self._in_flight: dict[int, StageInFlight] = {}

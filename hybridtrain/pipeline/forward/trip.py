@@ -44,25 +44,7 @@ from hybridtrain.pipeline.forward.glue import (
 
 if TYPE_CHECKING:
     from hybridtrain.pipeline.boundary import Root
-    from hybridtrain.pipeline.forward.layers import LayersOfStage
-
-
-class LayerPlace(NamedTuple):
-    """Where a layer runs.
-
-    Attributes:
-        number: the index of the layer in the model.
-        stage: the index of its stage.
-        name: the name of its module.
-        position: the index of the layer in its stage.
-        runs: the layers of its stage.
-    """
-
-    number: int
-    stage: int
-    name: str
-    position: int
-    runs: LayersOfStage
+    from hybridtrain.pipeline.forward.places import LayerPlace, Place
 
 
 class Model(NamedTuple):
@@ -70,24 +52,28 @@ class Model(NamedTuple):
 
     Attributes:
         net: the module.
-        places: the places of each layer, one for each of its calls, by the `id` of its module.
+        places: the places of each module, one for each of its calls, by the `id` of the module.
         owners: the stage that owns each parameter, by the parameter's `id`.
         devices: the device of each stage.
         look_inside: the layers, by index, that use values of earlier stages besides their
             arguments, such as a weight that an earlier stage owns.
         wanted: for each stage, a leaf that makes autograd record its cuts.
         moves: whether the stages are on several devices, so that values must be copied.
-        lasting: the names of parameters and buffers, by their `id`, if values are copied.
+        names: the names of parameters and buffers, by their `id`.
+        containers: the modules, by name, that layers are in; the model itself among them.
+        recast: the names of parameters that a later stage uses under autocast, and so casts again.
     """
 
     net: nn.Module
-    places: Mapping[int, Sequence[LayerPlace]]
+    places: Mapping[int, Sequence[Place]]
     owners: Mapping[int, int]
     devices: Sequence[torch.device]
     look_inside: set[int]
     wanted: Sequence[Tensor]
     moves: bool
-    lasting: Mapping[int, str]
+    names: Mapping[int, str]
+    containers: Mapping[str, nn.Module]
+    recast: set[str]
 
 
 def _changed_through_view(tensor: Tensor) -> str:
@@ -244,6 +230,7 @@ class Trip:
             self._starts.append(next_node_number())
             self.is_in_forward = True
             with context, self.draws:
+                self.draws.enter_stage()
                 self.draws.at(0)
                 if self._last:
                     push_function_mode(self.glue)
@@ -264,6 +251,7 @@ class Trip:
             self._copies.clear()
             if hold is not None:
                 hold()
+            self.draws.leave_stage()
             self._leave_stage(self.stage, self.microbatch)
             return value
         finally:
@@ -279,8 +267,8 @@ class Trip:
             alias.forget_graph()
         self._aliases, self._stages, self._copies, self._head = [], {}, {}, None
 
-    def place_of(self, module: nn.Module) -> LayerPlace | None:
-        """Returns the place of the next call of a layer; None for other modules."""
+    def place_of(self, module: nn.Module) -> Place | None:
+        """Returns the place of the next call of a module; None if it has no further one."""
         places = self._model.places.get(id(module))
         if places is None:
             return None
@@ -313,9 +301,11 @@ class Trip:
             )
         while self.stage < stage:
             self._check_changes()
+            self.draws.leave_stage()
             self._leave_stage(self.stage, self.microbatch)
             self.stage += 1
             self._enter_stage(self.stage, self.microbatch)
+            self.draws.enter_stage()
             self._starts.append(next_node_number())
 
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
@@ -426,6 +416,8 @@ class Trip:
                     self._check_memory(source, last)
                     if not tensor.requires_grad:  # an earlier stage has detached it in place
                         return self._on_device(tensor) if self._model.moves else tensor
+                    if tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type):
+                        self._model.recast.add(self._model.names.get(id(tensor), ""))
                     alias = self._aliases[stage][id(tensor)] = Alias(tensor)
                     value, device = tensor.detach(), self._model.devices[stage]
                     if value.device != device and value.device in self._model.devices:
@@ -434,6 +426,19 @@ class Trip:
                     alias.version, alias.node = alias.value._version, alias.value.grad_fn
                 tensor, last = alias.value, stage
         return tensor
+
+    def check_hook(self, tensor: Tensor) -> None:
+        """Refuses a hook that a stage sets on a parameter of an earlier one.
+
+        Raises:
+            SplitError: the backward of another micro-batch may run the hook, or not.
+        """
+        if id(tensor) in self._model.owners and self._is_earlier(tensor):
+            raise SplitError(
+                f"the forward sets a hook on {self._model.names.get(id(tensor))!r} in stage "
+                f"{self.stage}, but the parameter belongs to stage {self._stage_of(tensor)}, which "
+                "runs at the same time: set the hook once, before the training"
+            )
 
     def with_whole_gradient(self, tensor: Tensor) -> Tensor:
         """Returns the name of a tensor whose node gets the gradients of all stages.
@@ -577,7 +582,7 @@ class Trip:
         for copies in self._copies.values():
             if not (copies.is_changed or copies.has_changed):
                 continue
-            name = self._model.lasting.get(id(copies.source))
+            name = self._model.names.get(id(copies.source))
             if name is not None:
                 raise SplitError(
                     f"stage {self.stage} changes {name!r} in place, which is on the device of "

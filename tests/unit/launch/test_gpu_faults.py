@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.compare import assert_same, cpu_world, grads, hybrid, mean_loss
-from support.nets import WIDTH, floats
+from support.nets import WIDTH, GPUGenerator, floats
 from support.stand_in_gpus import on_host, stand_in_gpus
 from torch import nn
 
@@ -30,30 +30,6 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.costs import LayerProfiler
 from hybridtrain.pipeline import LayerRNG, layer_rng
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
-
-
-class GPUGenerator:
-    """A GPU's default generator: a seed, and an offset that counts what was drawn from it."""
-
-    def __init__(self):
-        self.manual_seed(0)
-
-    def manual_seed(self, seed):
-        self.seed, self.offset = seed, 0
-
-    def initial_seed(self):
-        return self.seed
-
-    def get_offset(self):
-        return self.offset
-
-    def set_offset(self, offset):
-        self.offset = offset
-
-    def rand(self, shape):
-        self.offset += 4
-        generator = torch.Generator().manual_seed(self.seed + self.offset)
-        return torch.rand(shape, generator=generator)
 
 
 class ForeignDropout(nn.Module):
