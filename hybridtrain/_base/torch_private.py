@@ -89,6 +89,7 @@ __all__ = [
     "keep_device_guard",
     "leave_draws",
     "loader_workers",
+    "move_hooks",
     "noting_saved",
     "operator_overloads",
     "operator_schema",
@@ -792,6 +793,17 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     Uses `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`: no public function lists hooks.
     """
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def move_hooks(source: Tensor, target: Tensor) -> None:
+    """Moves the gradient hooks of a tensor to another; their handles cannot remove them any more.
+
+    Uses `Tensor._backward_hooks`, for the reason in `has_gradient_hooks`.
+    """
+    hooks = source._backward_hooks or {}
+    for hook in hooks.values():
+        target.register_hook(hook)
+    hooks.clear()
 
 
 _saved_names: dict[type, list[str]] = {}

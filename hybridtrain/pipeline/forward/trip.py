@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._base.tensors import storage_id
 from hybridtrain._base.torch_private import (
+    move_hooks,
     next_node_number,
     pop_function_mode,
     push_function_mode,
@@ -568,6 +569,10 @@ class Trip:
         if self._copies:
             self._check_copies()
         aliases = list(self._aliases[self.stage].values())
+        for alias in aliases:
+            if alias.value._backward_hooks or alias.value.retains_grad:
+                self._move_hooks()
+                break
         changed = [alias for alias in aliases if alias.value._version != alias.version]
         for alias in changed:
             memory = storage_id(alias.source)
@@ -577,6 +582,24 @@ class Trip:
             if alias.value.grad_fn is alias.node or is_shared:
                 raise SplitError(_changed_through_view(alias.value))
             self._changed[memory] = self.stage
+
+    def _move_hooks(self) -> None:
+        """Moves hooks that layers have set on their arguments to where the whole gradient arrives.
+
+        Raises:
+            SplitError: a layer retains the gradient of an argument.
+        """
+        for stage in range(self.stage, 0, -1):
+            for alias in self._aliases[stage].values():
+                if alias.value.grad_fn is not alias.node:
+                    continue  # a hook on the changed value sees its whole gradient
+                if alias.value.retains_grad:
+                    raise SplitError(
+                        f"a layer of stage {self.stage} calls retain_grad() of an argument from an "
+                        "earlier stage, and would get a part of the gradient: call it where the "
+                        "value is made, or between layers"
+                    )
+                move_hooks(alias.value, alias.source)
 
     def _check_copies(self) -> None:
         for copies in self._copies.values():

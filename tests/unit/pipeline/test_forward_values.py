@@ -54,7 +54,9 @@ def plain_step(net: nn.Module, x: Tensor, y: Tensor) -> None:
         (F.mse_loss(net(part), target) * (len(part) / len(x))).backward()
 
 
-def check_exact(net: nn.Module, change: Callable[[Any], object] | None = None, **options: Any) -> None:
+def check_exact(
+    net: nn.Module, change: Callable[[Any], object] | None = None, **options: Any
+) -> None:
     """Trains three steps, with a change after the first, and the same in plain PyTorch."""
     reference = copy.deepcopy(net)
     model = pipeline(net, **options)
@@ -178,14 +180,19 @@ class HookInALayer(Net):
     """A layer sets a hook on its argument, which other stages use too."""
 
     class Layer(nn.Module):
+        retains = False
+
         def __init__(self) -> None:
             super().__init__()
-            self.linear = nn.Linear(8, 8)
+            self.weight = nn.Parameter(torch.randn(8, 8) / 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            if x.requires_grad and torch.is_grad_enabled():
+            if x.requires_grad:
                 x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-            return self.linear(x)
+                x.register_hook(torch.zeros_like).remove()
+                if self.retains:
+                    x.retain_grad()
+            return x @ self.weight
 
     def prepare(self) -> None:
         self.c = self.Layer()
@@ -193,7 +200,15 @@ class HookInALayer(Net):
     def forward(self, x: Tensor) -> Tensor:
         h = self.b(self.a(x)).tanh()
         twice = h * 2
-        return self.d(self.c(h).tanh()) + twice + h
+        return self.d(self.c(h).tanh() + h) + twice + h
+
+
+def test_a_layer_that_retains_the_gradient_of_an_argument_is_refused() -> None:
+    net = HookInALayer()
+    net.c.retains = True
+    with pytest.raises(SplitError, match=r"retain_grad\(\) of an argument"):
+        pipeline(net, self_check=False).train_step(*batch(), F.mse_loss)
+    check_exact(net, self_check=False, split=[1, 3])  # the value is made in the layer's stage
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
