@@ -83,6 +83,7 @@ __all__ = [
     "global_hooks",
     "has_gradient_hooks",
     "has_hooks",
+    "has_node_hooks",
     "has_saved_hooks",
     "hooks_of",
     "is_traced",
@@ -793,6 +794,22 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     Uses `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`: no public function lists hooks.
     """
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_node_hooks(node: torch.autograd.graph.Node) -> bool:
+    """Returns whether a node of the graph has hooks that see the gradients it sends.
+
+    Uses `RemovableHandle.hooks_dict_ref`, the table that all hooks of a node share: no public
+    function lists them.
+    """
+    handle = node.register_hook(_no_change)
+    hooks: Any = handle.hooks_dict_ref()
+    handle.remove()
+    return bool(hooks)
+
+
+def _no_change(*gradients: object) -> None:
+    pass
 
 
 def move_hooks(source: Tensor, target: Tensor) -> None:

@@ -13,6 +13,10 @@ place. The first steps determine these tensors: all tensors of each layer are co
 around its forward. If a tensor changes for the first time, snapshots that wait for their backward
 lack it, so its copy is added to all of them.
 
+Objects in attributes (nested containers, objects with attributes of their own, NumPy arrays) are
+found in the same way, and their contents swapped in place for the recomputation. Objects that no
+attribute of the layer leads to, such as globals, are not restored.
+
 A later in-place change of a tensor without a copy is refused if PyTorch increments its version.
 `recomputation_proof` covers everything else that a layer depends on.
 """
@@ -22,7 +26,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -32,6 +36,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _NormBase
 
+from hybridtrain._base.contents import Contents, contents_of, exchanged, has_changed
 from hybridtrain._base.tensors import have_same_values, put_values, storage_id
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.graph import Layer, Segment
@@ -79,16 +84,21 @@ class Snapshot:
 
     Attributes:
         holders: the values in each holder; a container is replaced by a shallow copy.
+        parts: the module of each holder.
         copies: copies of the tensors that change in place, by identity.
         versions: the version counter of each tensor.
         generators: the states of generators.
+        contents: the contents of the objects in attributes that forwards change, by module and
+            attribute.
     """
 
     def __init__(self) -> None:
         self.holders: list[tuple[_Holder, dict[str, Any]]] = []
+        self.parts: list[nn.Module] = []
         self.copies: dict[int, _Copy] = {}
         self.versions: list[tuple[_Place, Tensor, int]] = []
         self.generators: list[tuple[torch.Generator, Tensor]] = []
+        self.contents: dict[tuple[int, str], Contents] = {}
 
 
 class LayersCopy(NamedTuple):
@@ -127,6 +137,8 @@ class StageState:
             for part in parts
         }
         self._open: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        # modules and attributes with objects that forwards change, beyond a flat container
+        self._objects: set[tuple[int, str]] = set()
 
     def save(self, layers: Iterable[int]) -> Snapshot:
         """Returns the present state of the layers of these positions in the stage."""
@@ -135,9 +147,12 @@ class StageState:
         for kind, part, holder in self._holders(layers):
             values = _values(holder)
             snapshot.holders.append((holder, values))
+            snapshot.parts.append(part)
             # running statistics change without a new version
             unseen = kind == "buffer" and isinstance(part, _NormBase) and part.training
             for name, value in values.items():
+                if (id(part), name) in self._objects:
+                    snapshot.contents[id(part), name] = contents_of(value)
                 if type(value) in _CONTAINERS:
                     values[name] = same.setdefault(id(value), copy.copy(value))
                 elif isinstance(value, torch.Generator):
@@ -178,6 +193,7 @@ class StageState:
         present = [(generator, generator.get_state()) for generator, _ in snapshot.generators]
         for generator, state in snapshot.generators:
             generator.set_state(state)
+        contents = [exchanged(before) for before in snapshot.contents.values()]
         for holder, name, _, before in changes:
             if isinstance(before, _Copy):
                 tensor, before = before
@@ -194,6 +210,8 @@ class StageState:
                 tensor.data = data
             for holder, name, now, _ in changes:
                 _put(holder, name, now)
+            for now in reversed(contents):
+                exchanged(now)
             for generator, state in present:
                 generator.set_state(state)
 
@@ -252,7 +270,9 @@ class StageState:
         before = self._tensors(layer)
         saved = {key: tensor.detach().clone() for key, (_, tensor, _) in before.items() if copies}
         digests = {key: digest(tensor) for key, (_, tensor, _) in before.items() if not copies}
+        contents = self._contents(layer) if copies else {}
         yield
+        self._note_objects(contents)
         for key, (place, tensor, version) in before.items():
             counted = tensor._version != version
             if copies:
@@ -289,6 +309,25 @@ class StageState:
                 if any(tensor is held for _, held, _ in snapshot.versions):
                     # a recomputation changes its snapshot's copy, so each has one of its own
                     snapshot.copies.setdefault(key, _Copy(tensor, saved[key].clone()))
+
+    def _contents(self, layer: int) -> dict[tuple[int, str], Contents]:
+        """Returns the contents of objects in the attributes of a layer's modules."""
+        return {
+            (id(part), name): contents
+            for kind, part, holder in self._holders([layer])
+            if kind == "attribute"
+            for name, value in _values(holder).items()
+            if (contents := contents_of(value))
+        }
+
+    def _note_objects(self, contents: Mapping[tuple[int, str], Contents]) -> None:
+        """Notes objects that a forward has changed, also in snapshots that wait for a backward."""
+        for place, before in contents.items():
+            if has_changed(before):
+                self._objects.add(place)
+                for snapshot in self._open:
+                    if any(id(part) == place[0] for part in snapshot.parts):
+                        snapshot.contents.setdefault(place, before)
 
     def change_of(self, message: str) -> Change | None:
         """Returns the change that a PyTorch error refers to, by the tensor shape in its message."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from hybridtrain._base.torch_private import free_saved, has_saved_hooks
+from hybridtrain._base.torch_private import free_saved, has_node_hooks, has_saved_hooks
 from hybridtrain.errors import UserError, setting
 from hybridtrain.pipeline.boundary import Root, edge_of, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws
@@ -272,6 +272,8 @@ class _Graph:
             if not edges:
                 continue
             if type(node).__name__.startswith(_COMPUTES_ALL) or has_saved_hooks(node):
+                return None
+            if has_node_hooks(node):  # the second part calls the node without them
                 return None
             branches.append((node, edges))
         return branches

@@ -69,7 +69,7 @@ def build_forward_stages(
         runs = LayersOfStage(
             part, first, rng, policy.layers, options.compile, static, in_place, tied
         )
-        stages.append(ForwardStage(index, module, owned, device, runs))
+        stages.append(ForwardStage(index, module, owned, device, runs, owner))
         first += len(part)
     _place(net, world.devices[0], placed)  # what no layer has
     install([layer.module for layer in layers])
@@ -124,7 +124,7 @@ def forward_engine(
     rng: LayerRNG,
 ) -> ForwardEngine:
     """Returns the engine of a pipeline; see `build_forward_stages`."""
-    owner = owners_of(planned, net)
+    owner = stages[0].owner_of
     devices = [stage.device for stage in stages]
     moves = len(set(devices)) > 1
     names = {id(t): name for name, t in (*net.named_parameters(), *net.named_buffers())}

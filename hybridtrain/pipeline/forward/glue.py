@@ -9,7 +9,7 @@ each value of an earlier stage is cut out of that graph where a later stage uses
                                                  | cut
     stage 2                                      x'' ---- loss
 
-An `Alias` is a stage's own name for such a value, and collects its gradient. A value that skips
+An `CutValue` is a stage's own name for such a value, and collects its gradient. A value that skips
 stages has an alias in each of them, so that gradients are added in the order in which one backward
 through the whole graph would add them.
 
@@ -92,7 +92,7 @@ LATE_GRADIENT = (
 )
 
 
-class Alias:
+class CutValue:
     """A stage's own name for a value of the stage before, and the gradient that it gets.
 
     Attributes:
@@ -132,7 +132,7 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, value: Tensor, wanted: Tensor, trip: Trip, alias: Alias
+        ctx: Any, value: Tensor, wanted: Tensor, trip: Trip, alias: CutValue
     ) -> Tensor:
         ctx.trip, ctx.alias = trip, alias
         return value.detach()

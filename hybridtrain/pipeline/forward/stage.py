@@ -60,6 +60,7 @@ class ForwardStage:
         parameter_count: the number of elements of the parameters that it owns.
         saved_bytes: bytes that autograd saves for a micro-batch; None before the first.
         wanted: a leaf that makes autograd record the cuts before this stage.
+        owner_of: the stage that owns each parameter of the model, by the parameter's `id`.
         recast: the names of parameters that later stages cast again; see `Model`.
     """
 
@@ -72,12 +73,14 @@ class ForwardStage:
         owned: Sequence[nn.Parameter],
         device: torch.device,
         runs: LayersOfStage,
+        owner_of: Mapping[int, int],
     ) -> None:
         self.index = index
         self.module = module
         self.device = device
         self.accelerator = accelerator_of(device)
         self.runs = runs
+        self.owner_of = owner_of
         self.layers: tuple[Layer, ...] = runs.layers
         self.first = runs.first
         self.replica_states: ReplicaStates | None = None

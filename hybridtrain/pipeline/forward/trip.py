@@ -35,8 +35,8 @@ from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import (
     GRADIENT_OVER_CUT,
     PLAIN,
-    Alias,
     Cut,
+    CutValue,
     Glue,
     OnDevice,
     copied,
@@ -96,7 +96,7 @@ class StageInFlight(NamedTuple):
 
     roots: Sequence[Root]
     gradient: Tensor | None
-    aliases: Sequence[Alias]
+    aliases: Sequence[CutValue]
     whole: bool
 
     def gradients_before(self) -> list[Tensor | None]:
@@ -198,7 +198,7 @@ class Trip:
         self._starts: list[int] = []  # the first node number of each stage so far
         # of tensors whose node does not say it, other than parameters: stage and tensor
         self._stages: dict[int, tuple[int, Tensor]] = {}
-        self._aliases: list[dict[int, Alias]] = [{} for _ in model.devices]
+        self._aliases: list[dict[int, CutValue]] = [{} for _ in model.devices]
         self._copies: dict[int, _Copies] = {}  # by the `id` of the source
         # the last stage that has changed the memory of an earlier stage in place, by `storage_id`
         self._changed: dict[int, int] = {}
@@ -419,7 +419,7 @@ class Trip:
                         return self._on_device(tensor) if self._model.moves else tensor
                     if tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type):
                         self._model.recast.add(self._model.names.get(id(tensor), ""))
-                    alias = self._aliases[stage][id(tensor)] = Alias(tensor)
+                    alias = self._aliases[stage][id(tensor)] = CutValue(tensor)
                     value, device = tensor.detach(), self._model.devices[stage]
                     if value.device != device and value.device in self._model.devices:
                         value = copied(value, device)

@@ -1,4 +1,4 @@
-"""`engine="forward"` with stages on several devices: each value is copied once per micro-batch.
+"""`engine="local"` with stages on several devices: each value is copied once per micro-batch.
 
 The devices are stand-ins, see `support.stand_in_gpus`: an operation on tensors of two of them is an
 error.
@@ -29,7 +29,7 @@ ROWS, CHUNKS = 7, 3
 
 def model_on(gpus: StandInGPUs, net: nn.Module, **options: Any) -> HybridModel:
     devices = [str(device) for device in gpus.devices]
-    world = World.from_env(len(devices), devices, engine="forward")
+    world = World.from_env(len(devices), devices)
     return HybridModel(net, world, **{"chunks": CHUNKS, **options})
 
 

@@ -1,4 +1,4 @@
-"""`engine="forward"`: random draws depend on seed, step, unit and micro-batch, and on no split."""
+"""`engine="local"`: random draws depend on seed, step, unit and micro-batch, and on no split."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Net(nn.Module):
 def step(stages: int, **options: Any) -> tuple[Tensor, list[Tensor | None]]:
     torch.manual_seed(0)
     net, x, y = Net(), torch.randn(ROWS, 8), torch.randn(ROWS, 8)
-    world = World.from_env(nb_part=stages, devices="cpu", engine="forward")
+    world = World.from_env(nb_part=stages, devices="cpu")
     model = HybridModel(net, world, chunks=CHUNKS, example_inputs=x, **options)
     model.train_step(x, y, F.mse_loss)
     return model.train_step(x, y, F.mse_loss).loss, [p.grad for p in model.parameters()]
@@ -162,7 +162,7 @@ def test_kernels_that_draw_from_the_devices_generator_draw_the_same_for_every_sp
                 generators[device].set_offset(8)
             torch.manual_seed(0)
             net, x, y = nn.Sequential(*(ForeignBlock() for _ in range(4))), *torch.randn(2, ROWS, 8)
-            world = World.from_env(stages, [str(d) for d in gpus.devices], engine="forward")
+            world = World.from_env(stages, [str(d) for d in gpus.devices])
             settings = options if stages == 2 else {}
             model = HybridModel(
                 net, world, chunks=CHUNKS, example_inputs=x, self_check=False, **settings

@@ -1,4 +1,4 @@
-"""`engine="forward"`: random small models are exact, or refused by a named error, never wrong.
+"""`engine="local"`: random small models are exact, or refused by a named error, never wrong.
 
 A model is a list of layers with statements between them and in them. The statements write, read and
 collect values in attributes, lists and dicts, count, seed, draw, set hooks, alias and change in
@@ -271,7 +271,7 @@ def gradients_of(net: nn.Module) -> dict[str, Tensor | None]:
 
 
 def trained(net: Net, stages: int, batch: tuple[Tensor, Tensor], **options: Any) -> Any:
-    world = World.from_env(nb_part=stages, devices="cpu", engine="forward")
+    world = World.from_env(nb_part=stages, devices="cpu")
     model = HybridModel(net, world, chunks=CHUNKS, example_inputs=batch[0], **options)
     losses = [float(model.train_step(*batch, loss_of).loss) for _ in range(STEPS)]
     return losses, gradients_of(net), dict(net.named_buffers())
