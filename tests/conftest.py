@@ -16,6 +16,7 @@ from hypothesis import settings
 from support.browser import browser_page  # noqa: F401
 from support.launch import logging_as_before
 
+from hybridtrain import World
 from hybridtrain.schedule import registry
 
 # An example may take any time: no verdict depends on how busy the machine is.
@@ -146,6 +147,12 @@ def log_of_other_files() -> Iterator[None]:
 def schedules_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets the schedules that a test registers, which `auto` would search in other tests."""
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces models in one process too, as `engine="distributed"` does."""
+    monkeypatch.setattr(World, "runs_forward", False)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ before the first step of each kind of batch, some small micro-batches run twice,
     copy 2   plain PyTorch: forward and backward of one micro-batch after another ─────┘  gradients,
                                                                                           buffers
 That order is the worst one for such state, and reproducible. The draws are the same in both runs.
-A difference is an error that names the state that forwards change. The check never touches the
-model itself, and restores closures, globals and generators that its code uses.
+A difference is an error that names the first layer with another output, and the state that forwards
+change. The check never touches the model itself, and restores closures, globals and generators that
+its code uses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from hybridtrain.errors import NotExactError, SplitError, UserError, argument, s
 from hybridtrain.graph import CallSignature, Layer
 from hybridtrain.pipeline import ForwardStage, HeadOutput, Pipeline, ReplayedDraws
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification.comparison import Difference, difference, differences
+from hybridtrain.verification.comparison import Calls, Difference, difference, differences
 from hybridtrain.verification.module_copy import copy_modules
 from hybridtrain.verification.python_state import undone
 from hybridtrain.verification.self_check import (
@@ -46,6 +47,7 @@ from hybridtrain.verification.self_check import (
     SAMPLES,
     CutModel,
     byte_size_of,
+    kind_of,
     root_of,
 )
 from hybridtrain.world import World
@@ -86,9 +88,11 @@ class ForwardCheck:
 
     def __init__(self, model: CutModel) -> None:
         self._model = model
+        self._signatures: set[Any] = set()  # exact shapes, for a fast lookup
         self._kinds: set[Any] = set()
         self._is_off = not model.options.self_check or len(model.plan.stages) == 1
         self._says_skipped = model.world.is_main
+        self._not_compared: set[str] = set()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -115,10 +119,14 @@ class ForwardCheck:
         training = self._model.net.training
         leaves, spec = tree_flatten(inputs)
         shapes = [(v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves]
-        kind = (*shapes, spec, training, trains, len(sizes))
-        if kind in self._kinds:
+        signature = (*shapes, spec, training, trains, len(sizes))
+        if signature in self._signatures:
             return
         count = min(len(sizes), len(self._model.plan.stages) + 1)
+        kind = (*(kind_of(inputs, size) for size in sizes[:count]), training, trains)
+        if kind in self._kinds:
+            self._signatures.add(signature)
+            return
         # cut from the batch, because shared values are marked only there
         pieces = [(min(size, SAMPLES), max(size - SAMPLES, 0)) for size in sizes]
         parts = split(inputs, [size for pair in pieces for size in pair])[::2][:count]
@@ -135,6 +143,7 @@ class ForwardCheck:
                         reason,
                     )
         self._kinds.add(kind)
+        self._signatures.add(signature)
 
     def _check(self, batch: _Batch, whole: Sequence[Any]) -> None:
         run = _Run(self._model)
@@ -151,6 +160,13 @@ class ForwardCheck:
                 # if the cause is not the check, the step itself raises this error
                 log.debug("could not compare micro-batches that run ahead: %r", error)
                 return
+        new_kinds = run.not_compared - self._not_compared
+        self._not_compared |= new_kinds
+        if new_kinds and self._model.world.is_main:
+            log.info(
+                "the self-check did not compare %s, because the type cannot be compared",
+                ", ".join(f"{kind} in output" for kind in sorted(new_kinds)),
+            )
         if mismatch is None:
             return
         if any(f"gradient of {name}" in str(mismatch) for name in run.recast):
@@ -164,13 +180,13 @@ class ForwardCheck:
                 f"{setting('self_check', False)} disables this check"
             )
         changed = run.changed_state(batch)
-        state = f"its forward changes {', '.join(changed[:4])}" if changed else ""
+        state = f"; its forward changes {', '.join(changed[:4])}" if changed else ""
         model = self._model
         raise NotExactError(
             f"{type(model.net).__name__} in {len(model.plan.stages)} stages, {batch}, does not "
-            f"compute the same as one micro-batch after another: {mismatch}"
-            f"{f'; {state}' if state else ''}. Stages run ahead of one another, so a value that "
-            "one of them leaves in a module, a list or a global would reach another micro-batch: "
+            f"compute the same as one micro-batch after another: {mismatch}{state}. Stages run "
+            "ahead of one another, so a value that one of them leaves in a module, a list or a "
+            "global would reach another micro-batch: "
             "return it from the layer or pass it as an argument, or cut so that the code that "
             f"writes it and the code that reads it are in one stage ({argument('split')}). "
             f"{setting('self_check', False)} disables this check"
@@ -182,12 +198,14 @@ class _Run:
 
     Attributes:
         recast: the names of parameters that several stages cast under an autocast of the forward.
+        not_compared: the types of values in outputs that cannot be compared.
     """
 
     def __init__(self, model: CutModel) -> None:
         self.recast: set[str] = set()
         self._model = model
         self._net = model.net
+        self.not_compared: set[str] = set()
         self._device = model.world.devices[-1]
         # without the options that concern only replicas or compiled code
         self._options = replace(
@@ -208,7 +226,7 @@ class _Run:
         if (total := byte_size_of(self._net)) > limit:
             raise _Skipped(f"its size of {total / 2**30:.1f} GiB exceeds {limit / 2**30:.1f} GiB")
 
-    def mismatch(self, batch: _Batch) -> Difference | str | None:
+    def mismatch(self, batch: _Batch) -> str | None:
         """Returns the first output, gradient or buffer that differs, or how the run fails."""
         try:
             cut, seeds = self._run_cut(batch)
@@ -218,21 +236,37 @@ class _Run:
             self._run_plain(batch, [[] for _ in batch.parts])  # fails too if the model is the cause
             return f"it fails ({type(error).__name__}: {str(error).partition('.')[0]})"
         plain = self._run_plain(batch, seeds)
-        results: list[tuple[str, Any, Any]] = [
-            (f"the output of micro-batch {number}", *outputs)
-            for number, outputs in enumerate(zip(cut.outputs, plain.outputs, strict=True))
+        mismatch = self._difference(cut, plain)
+        if mismatch is None:
+            return None
+        if difference(tuple(plain), tuple(self._run_plain(batch, seeds))):
+            raise _Skipped("two runs of the module on the same inputs give different numbers")
+        layer = self._first_layer(batch)
+        place = f"; the first layer with a different output is {layer!r}" if layer else ""
+        return f"{mismatch}{place}"
+
+    def _difference(self, cut: _Results, plain: _Results) -> Difference | None:
+        for number, outputs in enumerate(zip(cut.outputs, plain.outputs, strict=True)):
+            if size := difference(*outputs, not_compared=self.not_compared):
+                return Difference(f"the output of micro-batch {number}", size, *outputs)
+        results = [
+            (f"the gradient of {name}", cut.gradients.get(name), gradient)
+            for name, gradient in plain.gradients.items()
         ]
-        for name, gradient in plain.gradients.items():
-            results.append((f"the gradient of {name}", cut.gradients.get(name), gradient))
         if self._options.batch_norm != "deferred":  # its buffers intentionally differ
             for name, buffer in plain.buffers.items():
                 results.append((f"buffer {name}", cut.buffers.get(name), buffer))
-        mismatch = next(differences(*results), None)
-        if mismatch is not None:
-            again = self._run_plain(batch, seeds)
-            if difference(tuple(plain), tuple(again)):
-                raise _Skipped("two runs of the module on the same inputs give different numbers")
-        return mismatch
+        return next(differences(*results), None)
+
+    def _first_layer(self, batch: _Batch) -> str:
+        """Returns the name of the first submodule whose outputs differ; "" if those of none do."""
+        cut, plain = Calls(), Calls()
+        seeds = self._run_cut(batch, cut)[1]
+        self._run_plain(batch, seeds, plain)
+        for name, outputs in plain.outputs.items():
+            if difference(cut.outputs.get(name, []), outputs):
+                return name
+        return ""
 
     def changed_state(self, batch: _Batch) -> list[str]:
         """Returns the attributes of modules that a forward changes, as `module.attribute`."""
@@ -248,7 +282,9 @@ class _Run:
             after = _attributes(net)
         return [name for name, value in after.items() if before.get(name) != value]
 
-    def _run_cut(self, batch: _Batch) -> tuple[_Results, list[Sequence[int]]]:
+    def _run_cut(
+        self, batch: _Batch, calls: Calls | None = None
+    ) -> tuple[_Results, list[Sequence[int]]]:
         planned = self._model.planned
         layers = [[layer.module for layer in stage] for stage in planned.stages]
         net, copied = self._copied((self._net, layers))
@@ -271,13 +307,20 @@ class _Run:
             return HeadOutput(root.detach(), root, torch.ones_like(root))
 
         with self._as_before(net):
-            pipeline = Pipeline(net, self._model.plan, planned, world, self._options)
+            options = self._options
+            if calls is not None:
+                options = replace(options, recompute="never")  # which would record calls twice
+            pipeline = Pipeline(net, self._model.plan, planned, world, options)
             pipeline.furthest_ahead = True
             pipeline.rng.seeds_evaluations = True
             pipeline.rng.refuses_own_seeds = True
             step = pipeline.rng.step
             begun = time.perf_counter()
-            with torch.set_grad_enabled(batch.trains), self._autocast():
+            with (
+                _watching(calls, net),
+                torch.set_grad_enabled(batch.trains),
+                self._autocast(),
+            ):
                 if batch.trains:
                     schedule = self._schedule(len(parts))
                     pipeline.run_train_step(schedule, parts.__getitem__, head, reduce=False)
@@ -288,7 +331,7 @@ class _Run:
             for stage in pipeline.stages:
                 if isinstance(stage, ForwardStage):
                     self.recast |= stage.recast
-            if time.perf_counter() - begun > MAX_SECONDS * len(parts):
+            if calls is None and time.perf_counter() - begun > MAX_SECONDS * len(parts):
                 raise _Skipped(f"a forward and backward take more than {MAX_SECONDS:.0f} s")
             counts = dict(pipeline.rng.counts)
             seeds = [
@@ -301,11 +344,13 @@ class _Run:
         shape = lanes, chunks, options.stages_per_device, options.max_inflight
         return make_schedule(options.schedule, *shape)
 
-    def _run_plain(self, batch: _Batch, seeds: Sequence[Sequence[int]]) -> _Results:
+    def _run_plain(
+        self, batch: _Batch, seeds: Sequence[Sequence[int]], calls: Calls | None = None
+    ) -> _Results:
         (net,) = self._copied((self._net,))
         parts = [self._placed(part, batch.trains) for part in batch.parts]
         outputs: list[Any] = []
-        with self._as_before(net):
+        with self._as_before(net), _watching(calls, net):
             for part, seeds_of_part in zip(parts, seeds, strict=True):
                 args, kwargs = _arguments(net, part)
                 draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
@@ -350,6 +395,13 @@ class _Run:
 def _arguments(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     signature, values = CallSignature.of_inputs(net, inputs)
     return signature.split(values)
+
+
+def _watching(calls: Calls | None, net: nn.Module) -> AbstractContextManager[None]:
+    """Records the calls of the submodules of `net` in the block."""
+    if calls is None:
+        return nullcontext()
+    return calls.watching((name, module) for name, module in net.named_modules() if name)
 
 
 def _noted(tree: Any) -> Any:

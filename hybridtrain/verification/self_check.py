@@ -208,7 +208,7 @@ class SelfCheck:
         variants: Sequence[int | None] = self._variants_of(parts) or [None] * len(sizes)
         start = 0
         for part, size, variant in zip(parts, sizes, variants, strict=True):
-            kind = _kind(inputs, size), training, trains, variant
+            kind = kind_of(inputs, size), training, trains, variant
             if kind not in self._kinds:
                 self._kinds.add(kind)
                 small = part
@@ -291,7 +291,7 @@ def _is_trivial(planned: PlannedLayers) -> bool:
     return not later_stages and not any(isinstance(layer.module, Segment) for layer in first)
 
 
-def _kind(inputs: Any, size: int) -> Any:
+def kind_of(inputs: Any, size: int) -> Any:
     """Returns the properties of a micro-batch of `size` samples that decide which code runs."""
     leaves, spec = tree_flatten(inputs)
     return spec, tuple(

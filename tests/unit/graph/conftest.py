@@ -2,9 +2,7 @@
 
 import pytest
 
-from hybridtrain import World
-
 
 @pytest.fixture(autouse=True)
-def traced(monkeypatch):
-    monkeypatch.setattr(World, "runs_forward", False)
+def all_traced(traced):
+    """Every test of this folder is `traced`."""

@@ -1,8 +1,12 @@
-"""Before the first step of each kind of input, the stages are compared with the unsplit module."""
+"""Before the first step of each kind of input, the stages are compared with the unsplit module.
+
+Here with both means: `engine="local"` runs the model's forward, and `engine="distributed"` a trace.
+"""
 
 import copy
 import itertools
 import logging
+import threading
 
 import pytest
 import torch
@@ -16,15 +20,25 @@ from torch.nn import functional as F
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import NotExactError, UserError
-from hybridtrain.verification import python_state, self_check
+from hybridtrain.verification import forward_check, python_state, self_check
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
-@pytest.fixture(params=["numbers", "expressions"])
+@pytest.fixture(params=["forward", "trace"])
+def means(request):
+    """What stages run: the model's own forward, or a trace of it."""
+    if request.param == "trace":
+        request.getfixturevalue("traced")
+    return request.param
+
+
+@pytest.fixture(params=["forward", "trace by numbers", "trace by expressions"])
 def way(request, monkeypatch):
-    """By numbers, as small models are compared, and without data, as large ones are."""
-    if request.param == "expressions":
+    """Large models that are traced are compared without data."""
+    if request.param != "forward":
+        request.getfixturevalue("traced")
+    if request.param == "trace by expressions":
         monkeypatch.setattr(self_check, "SMALL_BYTES", 0)
     return request.param
 
@@ -73,6 +87,8 @@ class Differs(nn.Module):
 def in_a_pipeline():
     import sys
 
+    if threading.current_thread() is not threading.main_thread():
+        return True
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.endswith("layer_runner.py"):
@@ -81,7 +97,7 @@ def in_a_pipeline():
     return False
 
 
-@pytest.mark.quick_cases(1)
+@pytest.mark.quick_cases("forward", "trace by numbers")
 def test_a_layer_that_computes_something_else_in_a_stage_is_named(way):
     net = nn.Sequential(TanhLinear(), TanhLinear(), Differs(), TanhLinear())
     model = hybrid(net, 2)
@@ -92,7 +108,7 @@ def test_a_layer_that_computes_something_else_in_a_stage_is_named(way):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.quick_cases("numbers-1f1b")
+@pytest.mark.quick_cases("forward-1f1b", "trace by numbers-1f1b")
 def test_models_that_are_cut_rightly_are_compared_and_pass(way, schedule, caplog):
     caplog.set_level(logging.DEBUG, logger="hybridtrain")
     for name in ("dropout", "tied_gpt", "conv", "u_net", "stateful"):
@@ -103,12 +119,20 @@ def test_models_that_are_cut_rightly_are_compared_and_pass(way, schedule, caplog
     assert "were not compared" not in caplog.text
 
 
-def test_the_check_is_off_where_the_option_says_so():
+def test_the_check_is_off_where_the_option_says_so(means):
     model = hybrid(nn.Sequential(TanhLinear(), Differs()), 2, self_check=False)
     model.train_step(floats(8), None, square_loss)
 
 
-def test_each_kind_of_input_is_checked_before_its_first_step(monkeypatch):
+def run_batches_of_some_kinds(model):
+    for size in (8, 6, 8, 3, 1):  # 3: micro-batches of 2 and of 1
+        model.train_step(floats(size), None, square_loss)
+    model.eval()(floats(8))
+    model.train_step(floats(8), None, square_loss)
+    model(floats(4)[:, None].double().float())
+
+
+def test_each_kind_of_input_is_checked_before_its_first_step(monkeypatch, traced):
     model = hybrid(nn.Sequential(TanhLinear(), TanhLinear()), 2, chunks=2)
     kinds = []
 
@@ -116,11 +140,7 @@ def test_each_kind_of_input_is_checked_before_its_first_step(monkeypatch):
         kinds.append((sample.training, sample.trains, tuple(sample.inputs.shape)))
 
     monkeypatch.setattr(self_check.SelfCheck, "_compare", compare)
-    for size in (8, 6, 8, 3, 1):  # 3: micro-batches of 2 and of 1
-        model.train_step(floats(size), None, square_loss)
-    model.eval()(floats(8))
-    model.train_step(floats(8), None, square_loss)
-    model(floats(4)[:, None].double().float())
+    run_batches_of_some_kinds(model)
     assert kinds == [
         (True, True, (2, WIDTH)),
         (True, True, (1, WIDTH)),
@@ -130,7 +150,26 @@ def test_each_kind_of_input_is_checked_before_its_first_step(monkeypatch):
     ]
 
 
-def test_the_model_and_what_its_code_reaches_are_as_before():
+def test_each_kind_of_batch_is_checked_before_its_first_step(monkeypatch):
+    model = hybrid(nn.Sequential(TanhLinear(), TanhLinear()), 2, chunks=2)
+    kinds = []
+
+    def check(checked, batch, whole):
+        kinds.append((batch.training, batch.trains, [tuple(part.shape) for part in batch.parts]))
+
+    monkeypatch.setattr(forward_check.ForwardCheck, "_check", check)
+    run_batches_of_some_kinds(model)
+    assert kinds == [
+        (True, True, [(2, WIDTH), (2, WIDTH)]),
+        (True, True, [(2, WIDTH), (1, WIDTH)]),
+        (True, True, [(1, WIDTH)]),
+        (False, False, [(2, WIDTH), (2, WIDTH)]),
+        (False, True, [(2, WIDTH), (2, WIDTH)]),
+        (False, False, [(2, 1, WIDTH), (2, 1, WIDTH)]),
+    ]
+
+
+def test_the_model_and_what_its_code_reaches_are_as_before(means):
     history, calls = [], {"n": 0}
     generator = torch.Generator().manual_seed(3)
 
@@ -164,7 +203,7 @@ def test_the_model_and_what_its_code_reaches_are_as_before():
     assert torch.equal(net[2].mean, plain[2].mean)
 
 
-def test_hooks_of_parameters_run_in_the_comparison_too():
+def test_hooks_of_parameters_run_in_the_comparison_too(means):
     net = nn.Sequential(TanhLinear(), TanhLinear(), TanhLinear())
     # counters that the comparison does not restore, unlike numbers in a closure
     doubled, clipped = itertools.count(), itertools.count()
@@ -183,7 +222,7 @@ def test_hooks_of_parameters_run_in_the_comparison_too():
     assert next(doubled) == next(clipped) == 3  # in the cut copy, the unsplit copy and the step
 
 
-def test_a_module_that_never_gives_the_same_numbers_twice_is_not_refused(caplog):
+def test_a_module_that_never_gives_the_same_numbers_twice_is_not_refused(means, caplog):
     import time
 
     class Clock(TanhLinear):
@@ -197,7 +236,7 @@ def test_a_module_that_never_gives_the_same_numbers_twice_is_not_refused(caplog)
     assert "hybridtrain verify" in caplog.text
 
 
-def test_a_large_model_whose_code_depends_on_data_is_compared_by_numbers(monkeypatch):
+def test_a_large_model_whose_code_depends_on_data_is_compared_by_numbers(monkeypatch, traced):
     monkeypatch.setattr(self_check, "SMALL_BYTES", 0)
 
     class Branches(Differs):
@@ -209,7 +248,7 @@ def test_a_large_model_whose_code_depends_on_data_is_compared_by_numbers(monkeyp
         model.train_step(floats(8), None, square_loss)
 
 
-def test_what_is_too_large_for_numbers_is_said_once(monkeypatch, caplog):
+def test_what_is_too_large_for_numbers_is_said_once(monkeypatch, caplog, traced):
     monkeypatch.setattr(self_check, "SMALL_BYTES", 0)
     monkeypatch.setattr(self_check, "MAX_BYTES", 0)
     model = hybrid(nn.Sequential(TanhLinear(), Differs()), 2)
@@ -220,8 +259,18 @@ def test_what_is_too_large_for_numbers_is_said_once(monkeypatch, caplog):
     assert "output is computed differently" in caplog.text
 
 
+def test_that_a_model_is_too_large_to_run_ahead_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(forward_check, "MAX_BYTES", 0)
+    model = hybrid(nn.Sequential(TanhLinear(), Differs()), 2)
+    with caplog.at_level(logging.INFO, "hybridtrain"):
+        model.train_step(floats(8), None, square_loss)
+        model.eval()(floats(8))
+    assert caplog.text.count("hybridtrain verify") == 1
+    assert "its size of 0.0 GiB exceeds" in caplog.text
+
+
 def test_a_model_that_holds_more_objects_than_can_be_restored_is_not_run_for_the_check(
-    monkeypatch, caplog
+    means, monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO, logger="hybridtrain")
     monkeypatch.setattr(python_state, "_MAX_OBJECTS", 100)
@@ -238,7 +287,7 @@ def test_a_model_that_holds_more_objects_than_can_be_restored_is_not_run_for_the
     assert "too many objects to restore" in caplog.text
 
 
-def test_branches_on_one_sample_are_right_or_refused():
+def test_branches_on_one_sample_are_right_or_refused(means):
     inputs, plain = floats(7), OneSample()
     model = hybrid(copy.deepcopy(plain), 2, chunks=4, example_inputs=floats(8))
     try:
@@ -251,7 +300,7 @@ def test_branches_on_one_sample_are_right_or_refused():
         assert torch.equal(model.net.get_parameter(name).grad, parameter.grad), name
 
 
-def test_a_gradient_that_a_layer_takes_of_its_input_is_right_or_refused():
+def test_a_gradient_that_a_layer_takes_of_its_input_is_right_or_refused(means):
     plain = nn.Sequential(TanhLinear(), TakesGradient(), TanhLinear())
     model = hybrid(copy.deepcopy(plain), 2, split=[1, 2], chunks=2)
     try:
@@ -283,7 +332,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("examples", [2, *thorough([25])])
-def test_any_python_in_a_forward_is_exact_or_refused(examples):
+def test_any_python_in_a_forward_is_exact_or_refused(means, examples):
     lists = st.lists(st.sampled_from(LINES), min_size=1, max_size=4)
     cases = given(lists, st.sampled_from([8, 7, 5, 1]))
     settings(max_examples=examples)(cases(check_forward))()
@@ -316,8 +365,13 @@ def check_forward(lines, samples):
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-6, atol=1e-7)
 
 
-def test_a_pipeline_over_one_device_without_a_trace_needs_no_check(monkeypatch):
-    monkeypatch.setattr(self_check.SelfCheck, "_check", lambda *args: pytest.fail("is checked"))
+@pytest.mark.parametrize(
+    ("means", "check"),
+    [("forward", forward_check.ForwardCheck), ("trace", self_check.SelfCheck)],
+    indirect=["means"],
+)
+def test_a_pipeline_over_one_device_without_a_trace_needs_no_check(means, check, monkeypatch):
+    monkeypatch.setattr(check, "_check", lambda *args: pytest.fail("is checked"))
     model = hybrid(mlp(), 1)
     model.train_step(*classification(8), F.cross_entropy)
     assert isinstance(model, HybridModel)

@@ -251,6 +251,11 @@ def test_an_engine_over_processes_asks_for_the_whole_model(monkeypatch):
         verify(model, [classification(8)], F.cross_entropy)
 
 
+def in_a_stage():
+    """Whether a pipeline runs this: the unsplit module runs in the main thread."""
+    return threading.current_thread() is not threading.main_thread()
+
+
 class Faulty(TanhLinear):
     """Gives `wrong` of its output where it runs in a stage."""
 
@@ -260,7 +265,7 @@ class Faulty(TanhLinear):
 
     def forward(self, x):
         y = super().forward(x)
-        return self.wrong(y) if threading.current_thread().name.startswith("stage-") else y
+        return self.wrong(y) if in_a_stage() else y
 
 
 @pytest.mark.parametrize(
@@ -274,9 +279,7 @@ class Faulty(TanhLinear):
 )
 def test_numbers_that_are_not_finite_equal_themselves_alone(wrong, right):
     net = nn.Sequential(TanhLinear(), Faulty(wrong))
-    net[1].register_forward_hook(
-        lambda module, args, y: y if threading.current_thread().name[:6] == "stage-" else right(y)
-    )
+    net[1].register_forward_hook(lambda module, args, y: y if in_a_stage() else right(y))
     found = hybrid(net, 2).verify(floats(8), None, square_loss)
     assert "output in training" in found.differs
     assert "output in evaluation" in found.differs
@@ -327,7 +330,7 @@ def test_a_loss_that_is_another_mean_in_training_alone_is_found():
 def test_outputs_that_are_no_tensors_are_compared():
     class Count(TanhLinear):
         def forward(self, x):
-            inside = threading.current_thread().name.startswith("stage-")
+            inside = in_a_stage()
             return {"y": super().forward(x), "k": 3.0 if inside else 5.0}
 
     net = nn.Sequential(TanhLinear(), Count())
@@ -365,7 +368,7 @@ class Returns(TanhLinear):
         self.make = make
 
     def forward(self, x):
-        inside = threading.current_thread().name.startswith("stage-")
+        inside = in_a_stage()
         return {"y": super().forward(x), "k": self.make(3 if inside else 5)}
 
 
@@ -518,7 +521,7 @@ def test_state_that_only_other_weights_show_is_found():
             self.k.requires_grad_(False)
 
         def forward(self, x):
-            inside = threading.current_thread().name.startswith("stage-")
+            inside = in_a_stage()
             for q, k in zip(self.q.parameters(), self.k.parameters(), strict=True):
                 for _ in range(1 + inside):
                     k.data.mul_(0.9).add_(q.data, alpha=0.1)
