@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
@@ -30,6 +30,7 @@ from hybridtrain._base.torch_private import (
 )
 from hybridtrain._base.values import structure_copy
 from hybridtrain.graph import Layer, works_in_place
+from hybridtrain.pipeline.boundary import refuse_overlaps
 from hybridtrain.pipeline.forward.glue import here
 from hybridtrain.pipeline.forward.places import LayerPlace
 from hybridtrain.pipeline.layer_rng import LayerRNG
@@ -97,7 +98,8 @@ class LayersOfStage:
         recomputed: the indices, in the model, of the layers that are always recomputed.
         compiled: whether layers are compiled.
         static: compile them for each shape anew, so that a second run uses the code of the first.
-        clone_inputs: copy the inputs of a recomputed layer, because another layer works in place.
+        clone_inputs: keep copies of the inputs of a recomputed layer, because some layer works in
+            place.
         tied: the identities of parameters that stages share.
     """
 
@@ -234,22 +236,27 @@ class LayersOfStage:
         names -= set(stashed_by(self.layers[position].module))
         popped = {name: pop(name) for name in names}
         microbatch, layer = trip.microbatch, self.layers[position]
-        in_place = works_in_place(layer.module)
+        # the first run has the tensors themselves: what changes in place is seen by its other users
+        originals: Any = args, kwargs
         if self._clone_inputs:
-            args, kwargs = map_tensors(torch.clone, (args, kwargs))
+            if works_in_place(layer.module):
+                refuse_overlaps((args, kwargs), layer.name)
+            args, kwargs = map_tensors(_copy_for_later, (args, kwargs))
         objects = structure_copy((args, kwargs))
-        is_first = True
         assert trip.layer is not None
         device = trip.on_device_again(trip.layer)
 
         def run(piece: Piece, args: Any, kwargs: Any) -> Any:
-            nonlocal is_first
+            nonlocal originals
             draws = scope = on_device = _NONE
-            if not is_first:  # in the backward, without a trip
+            if originals is not None:
+                (args, kwargs), originals = originals, None
+            else:  # in the backward, without a trip
                 on_device = device
                 draws, scope = self.rng.seeded_again(microbatch, drawn), skip_scope(popped)
-                args, kwargs = map_tensors(torch.clone, objects) if in_place else objects
-            is_first = False
+                args, kwargs = objects
+                if self._clone_inputs:  # no leaves, which a layer may not change in place
+                    args, kwargs = map_tensors(torch.clone, objects)
             with (
                 self._in_state(piece, position),
                 draws,
@@ -264,7 +271,7 @@ class LayersOfStage:
                     piece.record.output(output)
                 return output
 
-        return run_to_recompute(run, in_place, args, kwargs)
+        return run_to_recompute(run, False, args, kwargs)
 
     @contextmanager
     def _in_state(self, piece: Piece, position: int) -> Iterator[None]:
@@ -279,6 +286,11 @@ class LayersOfStage:
                 self._records.append(piece.record)
         with restored:
             yield
+
+
+def _copy_for_later(tensor: Tensor) -> Tensor:
+    """Returns the present values of an input, for a second run whose graph is not used."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def own_call(module: nn.Module) -> Callable[..., Any]:

@@ -73,12 +73,58 @@ def test_a_view_that_would_be_cut_off_from_what_is_changed_in_place_is_refused(s
     net = net_of(view)
     plain = copy.deepcopy(net)
     model = hybrid(net, len(split), split=split, recompute=recompute)
-    if split == [2, 2] or isinstance(recompute, dict | list):
-        with pytest.raises(SplitError, match=r"shapes \(2, 6\) and \(2, 4\).*layer '2', which wor"):
+    refused = None
+    if recompute != "never":  # the second run has copies
+        refused = r"shapes \(2, 6\) and \(2, 4\) share memory.*layer '2', which works in place"
+    elif split == [2, 2]:
+        refused = r"shape \(2, 6\) of an earlier stage is changed in place through another view"
+    if refused is not None:
+        with pytest.raises(SplitError, match=refused):
             model.train_step(*regression(7), F.mse_loss)
         return
     model.train_step(*regression(7), F.mse_loss)
     plain_step(plain, *regression(7))
+    assert_same_gradients(net, plain)
+
+
+class Passes(nn.Module):
+    """Hands on what it gets, which a later layer changes."""
+
+    def forward(self, x):
+        return 2 * x, x
+
+
+class ChangesSecond(nn.Module):
+    inplace = True
+
+    def forward(self, given):
+        one, other = given
+        return one * other.add_(1)
+
+
+class Residual(nn.Module):
+    """Adds what its layers were given, as it is after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = TanhLinear(), nn.Sequential(Passes(), ChangesSecond())
+        self.last = TanhLinear()
+
+    def forward(self, x):
+        x = self.first(x) + 1  # nothing that the backward of tanh needs
+        return self.last(self.layers(x) + x)
+
+
+@pytest.mark.parametrize("recompute", CHECKPOINTS[:3], ids=str)
+@pytest.mark.parametrize("nb_part", [1, 2])
+def test_a_change_in_place_is_seen_by_code_after_the_layer(recompute, nb_part):
+    torch.manual_seed(0)
+    net = Residual()
+    plain = copy.deepcopy(net)
+    model = hybrid(net, nb_part, recompute=recompute)
+    for seed in range(2):
+        model.train_step(*regression(7, seed), F.mse_loss)
+        plain_step(plain, *regression(7, seed))
     assert_same_gradients(net, plain)
 
 
