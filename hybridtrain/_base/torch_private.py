@@ -636,6 +636,9 @@ def _library(space: str) -> torch.library.Library:
     return _libraries[space]
 
 
+DRAWS_IN_OTHER_THREAD = "a layer draws random numbers in a thread that it started"
+
+
 def _context() -> InterceptedDraws:
     if (thread_context := _active.get(threading.get_ident())) is not None:
         return thread_context
@@ -646,8 +649,8 @@ def _context() -> InterceptedDraws:
     if len(active) == 1:
         return active[0]
     raise UserError(
-        "a layer draws random numbers in a thread that it started, while other stages run in the "
-        "same process, so the draws cannot be assigned to a stage: draw them in the layer's "
+        f"{DRAWS_IN_OTHER_THREAD}, while other stages run in the same process, so the draws cannot "
+        "be assigned to a stage: draw them in the layer's "
         f"forward, or set {setting('engine', 'distributed')}"
     )
 

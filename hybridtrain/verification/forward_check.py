@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.microbatch import split
 from hybridtrain._base.precision import autocast
-from hybridtrain._base.torch_private import without_modes
+from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
 from hybridtrain.graph import CallSignature, Layer
 from hybridtrain.pipeline import ForwardStage, HeadOutput, Pipeline, ReplayedDraws
@@ -233,6 +233,8 @@ class _Run:
         except (_Skipped, UserError, SplitError):
             raise
         except Exception as error:
+            if DRAWS_IN_OTHER_THREAD in str(error):  # the cause of TorchScript's own error
+                raise _Skipped(DRAWS_IN_OTHER_THREAD) from error  # an evaluation may do so
             self._run_plain(batch, [[] for _ in batch.parts])  # fails too if the model is the cause
             return f"it fails ({type(error).__name__}: {str(error).partition('.')[0]})"
         plain = self._run_plain(batch, seeds)

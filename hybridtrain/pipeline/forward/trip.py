@@ -230,15 +230,18 @@ class Trip:
                     self._stages[id(leaf)] = 0, leaf
             self._starts.append(next_node_number())
             self.is_in_forward = True
-            with context, self.draws:
-                self.draws.enter_stage()
-                self.draws.at(0)
+            with context:
                 if self._last:
                     push_function_mode(self.glue)
                 try:
-                    output = self._model.net(*args, **kwargs)
-                    del args, kwargs
-                    self.enter(self._last)
+                    with self.draws:
+                        self.draws.enter_stage()
+                        self.draws.at(0)
+                        output = self._model.net(*args, **kwargs)
+                        del args, kwargs
+                        self.enter(self._last)
+                        self.draws.leave_stage()
+                    # outside of the model's draws: a loss may draw in threads that it starts
                     self._head = head(output)
                     del output
                     value, root = self._head.value, self._head.root
@@ -252,7 +255,6 @@ class Trip:
             self._copies.clear()
             if hold is not None:
                 hold()
-            self.draws.leave_stage()
             self._leave_stage(self.stage, self.microbatch)
             return value
         finally:
