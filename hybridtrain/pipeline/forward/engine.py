@@ -129,6 +129,7 @@ class ForwardEngine:
         if self._gpus:
             sync_streams(self._gpus, before=False, values=run.values)
         failure, run.failure = run.failure, None
+        run.lane_tasks, run.trip_tasks = [], []  # a circle of references, which keeps the outputs
         if failure is None:
             return run.values
         for stage in self._stages:
