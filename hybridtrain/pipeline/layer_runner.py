@@ -198,7 +198,7 @@ class LayerRunner:
             with (
                 skip_scope(skipped) if self._skips else _NO_SCOPE as scope,
                 rng.seeded(microbatch) as draws,
-                self._guarding_saved() if watches and guards else _NO_SCOPE,
+                guarding_saved(self.state) if watches and guards else _NO_SCOPE,
                 _NO_SCOPE if record is None else record.run(),
             ):
                 if is_plain:
@@ -258,41 +258,8 @@ class LayerRunner:
 
     @property
     def guards_saved(self) -> bool:
-        """True if tensors are compared between the time autograd saves them and the backward.
-
-        This finds parameters and buffers that a forward changes through .data: the backward of an
-        earlier micro-batch would use the later values, and PyTorch does not increment the version.
-        """
+        """True if saved tensors are compared, see `guarding_saved`."""
         return self._compares and bool(self.state.uncounted)
-
-    @contextmanager
-    def _guarding_saved(self) -> Iterator[None]:
-        changes = dict(self.state.uncounted)
-        hooks = saved_hooks()  # the caller's, which PyTorch does not call around the hooks here
-
-        def pack(tensor: Tensor) -> Any:
-            change = None
-            if tensor.layout == torch.strided and not tensor.is_meta:
-                change = changes.get(storage_id(tensor))
-            before = None if change is None else digest(tensor)
-            packed = None if hooks is None else hooks[0](tensor)
-            return tensor, tensor._version, change, before, packed
-
-        def unpack(packed: Any) -> Tensor:
-            tensor: Tensor
-            tensor, version, change, before, packed = packed
-            value = tensor if hooks is None else hooks[1](packed)
-            if backward_of_batch_norm():  # saves its running statistics, but does not use them
-                return value
-            if change is not None and before is not None:
-                if not torch.equal(before, digest(tensor)):  # type: ignore[arg-type]
-                    raise changed_before_backward(change)
-            elif tensor._version != version and (other := self.state.change_of(str(tensor.shape))):
-                raise changed_before_backward(other)
-            return value
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), allowing_torch_func():
-            yield
 
     @contextmanager
     def _in_state(self, piece: Piece, positions: Sequence[int]) -> Iterator[None]:
@@ -371,6 +338,44 @@ class LayerRunner:
         for name in (*stashed_by(layer.module), *(popped if in_place else {})):
             stash(name, values[name])
         return value
+
+
+@contextmanager
+def guarding_saved(state: StageState) -> Iterator[None]:
+    """Compares tensors between the time autograd saves them in the block and their backward.
+
+    Finds parameters and buffers that a forward changes through .data: the backward of an earlier
+    micro-batch would use the later values, and PyTorch does not increment the version.
+
+    Raises:
+        UserError: in the backward, that the values have changed; names the layer.
+    """
+    changes = dict(state.uncounted)
+    hooks = saved_hooks()  # the caller's, which PyTorch does not call around the hooks here
+
+    def pack(tensor: Tensor) -> Any:
+        change = None
+        if tensor.layout == torch.strided and not tensor.is_meta:
+            change = changes.get(storage_id(tensor))
+        before = None if change is None else digest(tensor)
+        packed = None if hooks is None else hooks[0](tensor)
+        return tensor, tensor._version, change, before, packed
+
+    def unpack(packed: Any) -> Tensor:
+        tensor: Tensor
+        tensor, version, change, before, packed = packed
+        value = tensor if hooks is None else hooks[1](packed)
+        if backward_of_batch_norm():  # saves its running statistics, but does not use them
+            return value
+        if change is not None and before is not None:
+            if not torch.equal(before, digest(tensor)):  # type: ignore[arg-type]
+                raise changed_before_backward(change)
+        elif tensor._version != version and (other := state.change_of(str(tensor.shape))):
+            raise changed_before_backward(other)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), allowing_torch_func():
+        yield
 
 
 def changed_before_backward(change: Change) -> UserError:

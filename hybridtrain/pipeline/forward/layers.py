@@ -34,7 +34,7 @@ from hybridtrain.pipeline.boundary import refuse_overlaps
 from hybridtrain.pipeline.forward.glue import here
 from hybridtrain.pipeline.forward.places import LayerPlace
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.pipeline.layer_runner import describe, error_hints
+from hybridtrain.pipeline.layer_runner import describe, error_hints, guarding_saved
 from hybridtrain.pipeline.layer_state import StageState
 from hybridtrain.pipeline.recomputation_proof import Record, check_records, is_compared
 from hybridtrain.pipeline.recompute import Piece, is_recomputing, run_to_recompute
@@ -156,8 +156,7 @@ class LayersOfStage:
         self._recomputes_some = bool(whole or self._recomputed)
         step = self._steps[kind] = self._steps.get(kind, 0) + 1
         self._compares = is_compared(step)
-        watches = self._recomputes_some and self._compares
-        self._is_plain = not (self._recomputed or self._compiled or watches)
+        self._is_plain = not (self._recomputed or self._compiled or self._compares)
         self._is_late = sum(self._steps.values()) > 4
         self._records.clear()
 
@@ -202,7 +201,8 @@ class LayersOfStage:
         index, layer, rng = self.first + position, self.layers[position], self.rng
         with_grad = torch.is_grad_enabled()
         recomputes = with_grad and (index in self._recomputed or trip.microbatch in self.whole)
-        watches = self._recomputes_some and self._compares and with_grad and not is_recomputing()
+        watches = self._compares and with_grad and not is_recomputing()
+        guards = watches and not recomputes and self.state.uncounted
         probes = rng.probes_compiled and rng.active
         call = self._calls[position]
         if trip.looks_inside(index):
@@ -214,6 +214,7 @@ class LayersOfStage:
             self.state.watched(position, self._is_late, self._recomputes_some, self._tied)
             if watches
             else _NONE,
+            guarding_saved(self.state) if guards else _NONE,
         ):
             if recomputes:
                 output = self._run_recomputed(position, trip, call, args, kwargs)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.compare import assert_same, assert_same_gradients, hybrid, plain_step
+from support.compare import assert_same, assert_same_gradients, hybrid, mean_loss, plain_step
 from support.nets import WIDTH, TanhLinear, regression
 from torch import nn
 
@@ -119,12 +119,12 @@ def around(make):
     return nn.Sequential(TanhLinear(), make(), nn.Linear(WIDTH, WIDTH))
 
 
-def check(make, recompute, steps=3):
+def check(make, recompute, steps=3, nb_part=1):
     torch.manual_seed(0)
     net = make()
     torch.manual_seed(0)
     plain = make()
-    model = hybrid(net, 1, recompute=recompute, schedule="gpipe")
+    model = hybrid(net, nb_part, recompute=recompute, schedule="gpipe")
     optimizers = [
         torch.optim.SGD([p for p in one.parameters() if p.requires_grad], 0.5)
         for one in (net, plain)
@@ -184,19 +184,32 @@ def test_rrelu_is_refused_with_its_reason_and_trains_outside_of_recomputation(la
     model(["0", "2"]).train_step(*regression(8), F.mse_loss)
 
 
-def test_hooks_that_change_the_inputs_of_a_recomputation_are_the_reason_that_is_named():
-    def train(recompute, dtype):
-        model = hybrid(around(TanhLinear), 2, recompute=recompute)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: tensor.to(dtype), lambda tensor: tensor.float()
-        ):
-            model.train_step(*regression(8), F.mse_loss)
+def train_with_hooks(recompute, dtype):
+    torch.manual_seed(0)
+    net = around(TanhLinear)
+    plain = copy.deepcopy(net)
+    model = hybrid(net, 2, recompute=recompute)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.to(dtype), lambda tensor: tensor.float()
+    ):
+        model.train_step(*regression(8), mean_loss)  # saves nothing for its backward
+    return net, plain
 
+
+def test_hooks_on_saved_tensors_do_not_change_what_is_recomputed():
+    net, plain = train_with_hooks("always", torch.bfloat16)
+    plain_step(plain, *regression(8), mean_loss)
+    assert_same_gradients(net, plain)
+    never, _ = train_with_hooks("never", torch.bfloat16)
+    assert not torch.equal(net[0].linear.weight.grad, never[0].linear.weight.grad)
+
+
+def test_hooks_that_change_the_inputs_of_a_recomputation_are_the_reason_that_is_named(traced):
     message = r"layer '.' .*: hooks on saved tensors .*same values, or recompute='never'"
     with pytest.raises(ConfigError, match=message):
-        train("always", torch.bfloat16)
-    train("never", torch.bfloat16)
-    train("always", torch.float64)
+        train_with_hooks("always", torch.bfloat16)
+    train_with_hooks("never", torch.bfloat16)
+    train_with_hooks("always", torch.float64)
 
 
 class Clamped(nn.Linear):
@@ -212,15 +225,18 @@ class ByData(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.parametrize("nb_part", [1, 2])
 @pytest.mark.parametrize("layer", [Clamped, ByData])
-def test_a_change_before_the_backward_is_refused_with_the_layer_and_exact_recomputed(layer):
+def test_a_change_before_the_backward_is_refused_with_the_layer_and_exact_recomputed(
+    layer, nb_part
+):
     def make():
         return around(lambda: layer(WIDTH, WIDTH))
 
     message = r"layer '1' changes its parameter 'weight' in its forward.*clone.*recompute=\['1'"
     with pytest.raises(UserError, match=message):
-        check(make, "never")
-    check(make, ["1"])
+        check(make, "never", nb_part=nb_part)
+    check(make, ["1"], nb_part=nb_part)
 
 
 def test_a_weight_that_stages_share_and_a_forward_changes_is_refused():
