@@ -44,7 +44,7 @@ from hybridtrain.errors import UserError
 _MAX_OBJECTS = 200_000
 
 _ATOMS = (
-    type(None), bool, int, float, complex, str, bytes, type, ModuleType, BuiltinFunctionType,
+    type(None), bool, int, float, complex, str, bytes, type, ModuleType,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
 )  # fmt: skip
 
@@ -136,6 +136,8 @@ class PythonState:
             return self._save_function(value)
         if issubclass(kind, MethodType):
             return [value.__self__, value.__func__]
+        if issubclass(kind, BuiltinFunctionType):  # such as the `append` of a list
+            return [value.__self__]
         if issubclass(kind, partial):
             return [value.func, value.args, value.keywords]
         if issubclass(kind, nn.Module):

@@ -170,18 +170,20 @@ def test_each_kind_of_batch_is_checked_before_its_first_step(monkeypatch):
 
 
 def test_the_model_and_what_its_code_reaches_are_as_before(means):
-    history, calls = [], {"n": 0}
+    history, calls, notes = [], {"n": 0}, []
     generator = torch.Generator().manual_seed(3)
 
     class Notes(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear, self.runs, self.seen = TanhLinear(), 0, []
+            self.note = notes.append
             self.register_buffer("mean", torch.zeros(WIDTH))
 
         def forward(self, x):
             self.runs += 1
             self.seen.append(self.runs)
+            self.note(self.runs)
             history.append(float(torch.rand((), generator=generator)))
             calls["n"] += 1
             self.mean.mul_(0.9).add_(x.detach().mean(0))
@@ -196,7 +198,7 @@ def test_the_model_and_what_its_code_reaches_are_as_before(means):
     assert torch.equal(torch.get_rng_state(), random_state)
     assert net[0].runs == net[2].runs == 4
     assert net[0].seen == [1, 2, 3, 4]
-    assert len(history) == calls["n"] == 8
+    assert len(history) == len(notes) == calls["n"] == 8
     assert calls["hook"] == 4
     for part in floats(8).split(2):
         plain(part)
