@@ -114,7 +114,16 @@ class Forgets(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_stage_whose_gradient_of_its_inputs_is_lost_is_named(schedule):
+def test_the_input_of_a_stages_first_layer_is_no_leaf_as_in_the_plain_module(schedule):
+    assert_steps_equal_the_plain_module(
+        lambda: nn.Sequential(nn.Linear(8, 8), Forgets(), nn.Linear(8, 3)),
+        schedule=schedule,
+        split=[1, 2],
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_whose_gradient_of_its_inputs_is_lost_is_named(schedule, traced):
     net = nn.Sequential(nn.Linear(8, 8), Forgets(), nn.Linear(8, 3))
     model = hybrid(net, schedule=schedule, split=[1, 2])
     with pytest.raises(UserError, match=r"stage 1 \(1 to 2\) has computed no gradient of its in"):
