@@ -216,23 +216,26 @@ def check_replicas(net: nn.Module, world: World) -> None:
 
 
 def check_schedule(options: PipelineOptions, world: World) -> None:
-    """Compares the schedule tables of all processes; a collective call.
+    """Makes the schedule, and compares the tables of all processes; a collective call.
 
     Raises:
+        ScheduleError: there is no such schedule, for example because its file is missing.
         ConfigError: a process has a different table or none, for example from another file.
     """
-    if world.size == 1:
-        return
     shape = world.nb_part, options.chunks, options.stages_per_device, options.max_inflight
+    failure: ScheduleError | None = None
     try:
         table = f"table {make_schedule(options.schedule, *shape).digest}"
     except ScheduleError as error:  # compared in place of a table
-        table = str(error)
-    for _, tables in differences(world.gather(facts_here({"schedule": table}))):
-        raise ConfigError(
-            f"{setting('schedule', options.schedule)} differs between ranks: {tables}: "
-            f"use the same file or code on every host"
-        )
+        table, failure = str(error), error
+    if world.size > 1:
+        for _, tables in differences(world.gather(facts_here({"schedule": table}))):
+            raise ConfigError(
+                f"{setting('schedule', options.schedule)} differs between ranks: {tables}: "
+                f"use the same file or code on every host"
+            )
+    if failure is not None:
+        raise failure
 
 
 def check_frozen_alike(names: Sequence[str], world: World) -> None:

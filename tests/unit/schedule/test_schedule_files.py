@@ -155,9 +155,10 @@ def test_a_file_from_a_spreadsheet_or_another_system_is_read(form, separator, tm
     assert read_schedule(path).lanes == table.lanes
 
 
-def test_a_file_that_is_missing_is_refused(tmp_path):
+@pytest.mark.parametrize("net", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+def test_a_file_that_is_missing_is_refused_before_the_first_batch(net, tmp_path):
     with pytest.raises(ScheduleError, match=r"nowhere\.csv: cannot read"):
-        hybrid(nn.Linear(2, 2), 1, schedule=str(tmp_path / "nowhere.csv"))
+        hybrid(net, 1, schedule=str(tmp_path / "nowhere.csv"))
 
 
 def test_a_table_for_other_devices_or_fewer_micro_batches_says_what_to_set(tmp_path):
