@@ -131,6 +131,8 @@ class PlannedLayers:
         stages: the layers of each stage.
         runs_forward: whether the model's own forward runs, instead of a chain of the layers. The
             other attributes come from the `Chain`.
+        look_inside: the layers, by index, known to use values of earlier stages besides their
+            arguments; found by steps that run the forward.
     """
 
     stages: list[list[Layer]]
@@ -139,6 +141,7 @@ class PlannedLayers:
     variants: Variants | None = None
     first_uses: Mapping[str, int] = field(default_factory=dict)
     runs_forward: bool = False
+    look_inside: set[int] = field(default_factory=set)
     opened: Mapping[int, str] = field(default_factory=dict)
 
 

@@ -35,7 +35,12 @@ from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES, InlineEngine
 from hybridtrain.pipeline.engines.processes import messages_of
-from hybridtrain.pipeline.forward import ForwardStage, threads_per_lane
+from hybridtrain.pipeline.forward import (
+    ForwardStage,
+    for_other_thread,
+    from_other_thread,
+    threads_per_lane,
+)
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
     LayerRNG,
@@ -68,6 +73,8 @@ __all__ = [
     "check_schedule",
     "construct_own_stages",
     "default_generator_lock",
+    "for_other_thread",
+    "from_other_thread",
     "measured_ms",
     "message_formats",
     "messages_of",

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from hybridtrain._base import codec, objects
 from hybridtrain._base.precision import ThreadState
 from hybridtrain.errors import BatchError, UserError, naming
-from hybridtrain.pipeline import HeadOutput, batch_digest
+from hybridtrain.pipeline import HeadOutput, batch_digest, for_other_thread, from_other_thread
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
@@ -267,7 +267,7 @@ class _Step:
         def head(microbatch: int, output: Any) -> HeadOutput:
             if gpu is not None:  # the last stage may be on another device of this process
                 output = tree_map_only(Tensor, lambda t: t.to(gpu), output)
-            result = bodies[microbatch].resume(output, trains)
+            result = bodies[microbatch].resume(for_other_thread(output), trains)
             value = result.value
             if self._detaches:
                 value = tree_map_only(Tensor, Tensor.detach, value)
@@ -285,7 +285,7 @@ class _Step:
                 gradient = torch.full_like(result.root, share, requires_grad=False)
             elif share != 1.0:
                 gradient = gradient * share
-            return HeadOutput(value, result.root, gradient)
+            return HeadOutput(value, from_other_thread(result.root), gradient)
 
         inputs = [inputs_of(model.net, call.args, call.kwargs) for call in calls]
         # autocast inside the step applies only to the model's call

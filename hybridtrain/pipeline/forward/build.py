@@ -129,7 +129,7 @@ def forward_engine(
     moves = len(set(devices)) > 1
     names = {id(t): name for name, t in (*net.named_parameters(), *net.named_buffers())}
     places: dict[int, list[Place]] = {}
-    look_inside: set[int] = set()
+    look_inside = planned.look_inside
     for stage in stages:
         for position, layer in enumerate(stage.layers):
             shares = any(owner[id(p)] < stage.index for p in layer.module.parameters())
@@ -159,7 +159,7 @@ def forward_engine(
         stages[0].recast,
     )
     hold = options.find_unused_parameters and world.data_parallel_size > 1
-    return ForwardEngine(model, stages, rng, world.devices, hold)
+    return ForwardEngine(model, stages, rng, world.devices, hold, options.compile)
 
 
 def _place(

@@ -74,6 +74,7 @@ class ForwardEngine:
         rng: seeds random operations.
         devices: the devices of the lanes.
         hold_roots: keep the tensors where backwards start; DDP looks for unused parameters there.
+        compiles: whether layers are compiled.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ForwardEngine:
         rng: LayerRNG,
         devices: Sequence[torch.device],
         hold_roots: bool,
+        compiles: bool,
     ) -> None:
         watch_autograd()
         self._model = model
@@ -90,6 +92,7 @@ class ForwardEngine:
         self._rng = rng
         self._devices = devices
         self._hold_roots = hold_roots
+        self._compiles = compiles
         self._gpus = {device for device in devices if accelerator_of(device) is not None}
         self._steps: dict[object, int] = {}  # of each kind
         self._lanes: list[_Worker] = []
@@ -140,10 +143,14 @@ class ForwardEngine:
             del failure  # its traceback holds this frame, and so would keep the step alive
 
     def _is_observed(self, step: Step) -> bool:
-        """Returns whether trips look inside all layers: in some steps of each kind."""
+        """Returns whether trips look inside all layers: in some steps of each kind.
+
+        Not where layers are compiled: those that the self-check has seen run uncompiled, always,
+        because a resumed run must compute what the uninterrupted one does.
+        """
         kind = step.training, step.schedule.digest
         count = self._steps[kind] = self._steps.get(kind, 0) + 1
-        return is_compared(count)
+        return is_compared(count) and not self._compiles
 
     def _run_here(self, step: Step) -> list[Any]:
         """Runs a pipeline of one stage in the caller's thread."""

@@ -430,6 +430,10 @@ class Trip:
                 tensor, last = alias.value, stage
         return tensor
 
+    def note_own(self, tensor: Tensor) -> None:
+        """Notes that code of this stage in another thread has made a tensor."""
+        self._stages[id(tensor)] = self.stage, tensor
+
     def check_hook(self, tensor: Tensor) -> None:
         """Refuses a hook that a stage sets on a parameter of an earlier one.
 
@@ -643,3 +647,18 @@ class Trip:
                 roots, [*[None] * self._last, head.gradient], aliases, whole, strict=True
             )
         ]
+
+
+def for_other_thread(output: Any) -> Any:
+    """Returns the model's output for a head that goes on in another thread.
+
+    Its tensors are the last stage's own names, because the glue does not see that thread.
+    """
+    return output if here.trip is None else here.trip.cut_all((output,))[0]
+
+
+def from_other_thread(root: Tensor) -> Tensor:
+    """Returns where the backward starts, made in another thread, which numbers nodes by itself."""
+    if here.trip is not None:
+        here.trip.note_own(root)
+    return root

@@ -89,7 +89,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def pipeline(net: nn.Module, nb_part: int = 2, **options: Any) -> HybridModel:
-    world = World.from_env(nb_part=nb_part, devices="cpu", engine="forward")
+    world = World.from_env(nb_part=nb_part, devices="cpu")
     return HybridModel(net, world, chunks=CHUNKS, example_inputs=batch()[0], **options)
 
 
