@@ -61,6 +61,7 @@ __all__ = [
     "adds_up_gradients",
     "all_threads_profiled",
     "allowing_torch_func",
+    "autograd_number",
     "backward_of_batch_norm",
     "before_ddp_waits",
     "call_uncompiled",
@@ -86,12 +87,14 @@ __all__ = [
     "has_node_hooks",
     "has_saved_hooks",
     "hooks_of",
+    "is_composite",
     "is_traced",
     "keep_device_guard",
     "leave_draws",
     "loader_workers",
     "move_hooks",
     "noting_saved",
+    "number_of_node",
     "operator_overloads",
     "operator_schema",
     "prepare_compiler",
@@ -362,6 +365,38 @@ def adds_up_gradients() -> bool:
     """
     node = torch._C._current_autograd_node()
     return node is not None and node.name().endswith("AccumulateGrad")
+
+
+@functools.cache
+def is_composite(operator: Any) -> bool:
+    """Returns whether an operator has no kernel and runs others.
+
+    Without autograd it arrives whole in a dispatch mode. Others such as `silu_backward` could be
+    taken apart, but run their kernel. Uses `OpOverload._can_decompose` and
+    `torch._C._dispatch_has_kernel_for_dispatch_key`, which have no public names.
+    """
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace == "prim":
+        return False
+    if not operator._can_decompose():
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CPU")
+
+
+def autograd_number() -> int:
+    """Returns the number of the autograd node that this thread makes next.
+
+    Uses `torch._C._autograd._get_sequence_nr`: without it, each number would cost a node.
+    """
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def number_of_node(node: torch.autograd.graph.Node) -> int:
+    """Returns the number of an autograd node; of ready nodes, the highest number runs first.
+
+    Uses `Node._sequence_nr`, which has no public name. A node that accumulates a leaf's gradient
+    has the highest possible number.
+    """
+    return int(node._sequence_nr())
 
 
 def backward_of_batch_norm() -> bool:

@@ -2,8 +2,12 @@
 
 planner        `plan(net, options, inputs, cluster)` returns a `Plan`
 plan           the result, as data and as a YAML file
-costs          what a layer costs for one micro-batch: counted, and measured
-estimates      the same by FLOPs and bytes, without running a kernel
+costs          what a layer costs for one micro-batch, and what needs no run: its weights
+layer_watch    a run of a model that tells when its layers begin, forward and backward
+work_counter   the work of layers in such a run, operator by operator
+estimates      their times by FLOPs and bytes, without running a kernel
+measurements   their times by a stopwatch
+piped_layers   layers that run one after another; only for a traced model
 cost_table     the costs of layers for any number of samples in a micro-batch
 objective      the size of a stage, which the partitioner balances
 cut_search     the search for a cut: exact, for any objective, and by moves, for any score
@@ -33,6 +37,7 @@ from hybridtrain.partitioning.objective import (
     needs_costs,
     stage_costs,
 )
+from hybridtrain.partitioning.observed_calls import observed_chain
 from hybridtrain.partitioning.plan import Plan, StagePlan, table
 from hybridtrain.partitioning.planner import (
     COST_SOURCES,
@@ -81,6 +86,7 @@ __all__ = [
     "measured_costs",
     "model_flops",
     "needs_costs",
+    "observed_chain",
     "partition",
     "plan",
     "priced_mode",

@@ -20,14 +20,15 @@ from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.precision import autocast
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Chain, Layer
-from hybridtrain.partitioning.costs import LayerCost, LayerProfiler, LayerSize, layer_sizes
+from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
 from hybridtrain.partitioning.estimates import (
     CountedLayer,
     Rates,
-    Work,
-    count_chain,
+    count_work,
     model_flops,
 )
+from hybridtrain.partitioning.measurements import LayerProfiler
+from hybridtrain.partitioning.work_counter import Work
 
 Facts = TypeVar("Facts", LayerCost, Work)
 
@@ -218,10 +219,10 @@ def count_layers(
     """Returns the work of each layer for a micro-batch; a `loss` is added to the last layer."""
     # CPU autocast, because fake tensors are on the CPU; it supports fp16 too
     context = partial(autocast, precision, "cpu")
-    count = partial(count_chain, precision=context, optimizer_tensors_per_param=0)
+    count = partial(count_work, precision=context, optimizer_tensors_per_param=0)
     if loss is None:
         return count(layers, microbatch)
-    *counted, last, of_loss = count([*layers, loss.layer(batch_size(microbatch))], microbatch)
+    *counted, last, of_loss = count(layers, microbatch, loss=loss.layer(batch_size(microbatch)))
     forward, backward = last.forward + of_loss.forward, last.backward + of_loss.backward
     return [*counted, CountedLayer(_with_loss(last.cost, of_loss.cost), forward, backward)]
 
@@ -251,7 +252,7 @@ def measured_costs(
     """Returns costs measured on `device`, for a few samples and for the whole batch.
 
     Args:
-        chain: the model; parameters on the meta device get random values while their layer runs.
+        chain: the model; parameters on the meta device get random values.
         example_inputs: the inputs of one batch, as large as a micro-batch may become.
         device: the device to run layers on.
         precision: `fp32`, `bf16` or `fp16`.
@@ -263,13 +264,14 @@ def measured_costs(
     sizes, batches = _two_sizes(example_inputs)
     tables, slower = [], []
     for batch in batches:
-        end = [] if loss is None else [loss.layer(batch_size(batch))]
+        end = None if loss is None else loss.layer(batch_size(batch))
         profiler = LayerProfiler(
-            [*chain.layers, *end],
+            chain.layers,
             batch,
             [device] * sharing,
             precision=partial(autocast, precision, device.type),
             optimizer_tensors_per_param=0,
+            loss=end,
         )
         profiler.repeat(seconds)
         costs = profiler.costs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -218,11 +219,21 @@ def _parsed(kind: Any, value: Any, place: str) -> Any:
 def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
     """Returns the number of layers of each stage, for a model with the layers `names`.
 
+    A model that runs its own forward and a traced one may have finer or coarser layers in places,
+    such as `encoder` and `encoder.norm`. A plan of one fits the other if each stage begins with a
+    layer of both.
+
     Raises:
         SplitError: the plan has other layers, or another number of stages.
     """
     planned = [cost.name for cost in plan.costs]
     advice = _new_plan()
+    if len(plan.stages) == stages and _are_of_one_model(planned, names):
+        begins = [part[0] for part in plan.layer_names[1:] if part]
+        positions = [0, *(names.index(name) for name in begins if name in names), len(names)]
+        counts = [end - start for start, end in pairwise(positions)]
+        if len(counts) == stages and min(counts) > 0:
+            return counts
     if twice := [name for i, name in enumerate(planned) if name in planned[:i]]:
         wrong, advice = f"the plan lists layer {twice[0]!r} twice", "delete one"
     elif unknown := [name for name in planned if name not in names]:
@@ -247,6 +258,20 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
         return plan.counts
     raise SplitError(
         f"{argument('split')}: {wrong} (the plan was made for a {plan.model}): {advice}"
+    )
+
+
+def _are_of_one_model(names: Sequence[str], others: Sequence[str]) -> bool:
+    """Returns whether each name is among the others, contains one of them, or is inside of one."""
+
+    def fits(name: str, others: Sequence[str]) -> bool:
+        return any(f"{a}.".startswith(f"{b}.") for o in others for a, b in ((name, o), (o, name)))
+
+    return (
+        set(names) != set(others)
+        and len(set(names)) == len(names)
+        and all(name in others or fits(name, others) for name in names)
+        and all(name in names or fits(name, names) for name in others)
     )
 
 

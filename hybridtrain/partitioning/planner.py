@@ -30,7 +30,7 @@ from hybridtrain.graph import (
     is_chain,
 )
 from hybridtrain.options import PipelineOptions, check_device_lists
-from hybridtrain.partitioning.costs import LayerCost, LayerProfiler, count
+from hybridtrain.partitioning.costs import CalledLayers, LayerCost, count
 from hybridtrain.partitioning.cut_search import cut_by_costs
 from hybridtrain.partitioning.estimates import estimate_costs
 from hybridtrain.partitioning.manual_split import (
@@ -41,13 +41,14 @@ from hybridtrain.partitioning.manual_split import (
     split_layers,
     strip_call_index,
 )
+from hybridtrain.partitioning.measurements import LayerProfiler
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
     Objective,
     by_stage,
     stage_tables,
 )
-from hybridtrain.partitioning.observed_calls import CallCosts, ObservedChains
+from hybridtrain.partitioning.observed_calls import ObservedChains
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
 from hybridtrain.partitioning.stage_owners import StageOwners
 from hybridtrain.schedule import actions_as_text, make_schedule, peak_in_flight
@@ -95,18 +96,22 @@ def plan(
         net: any module, also on the meta device unless its layers are to be measured.
         options: the pipeline options, such as split, schedule and chunks.
         example_inputs: the inputs of one batch, of which the first micro-batch is used, or a
-            `Microbatch`. Needed for a split by costs, and for a model that torch.fx cannot trace.
+            `Microbatch`. Needed unless the model is an `nn.Sequential` that is split without costs.
         owners: the devices of the pipeline and the processes that own them; None: one CPU.
         costs: the source of costs for a split by `time`, `memory` or `balanced`. `measured` runs
-            each layer on the first device, and may leave it there. `estimated` counts FLOPs and
-            bytes for a data-center GPU, without running a kernel. A function of the layers and a
-            micro-batch returns the costs, such as `partial(estimate_costs, flops_per_s=...)`.
+            a copy of the model on the first device. `estimated` counts FLOPs and bytes for a
+            data-center GPU, without running a kernel. A function of the layers and a micro-batch
+            returns the costs, such as `partial(estimate_costs, flops_per_s=...)`.
 
     Raises:
         ConfigError: `example_inputs` are missing, or `costs` is unknown.
         SplitError: the model cannot be cut like this; the message says what is possible.
     """
-    return Planner(net, options, example_inputs, owners, costs=costs).plan()
+    owners = owners or StageOwners()
+    runs_forward = owners.processes == 1  # other engines have a stage per process
+    return Planner(
+        net, options, example_inputs, owners, costs=costs, runs_forward=runs_forward
+    ).plan()
 
 
 def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[int]:
@@ -118,9 +123,13 @@ def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[in
     return plan(net, options, example_inputs, StageOwners.of_cpus(stages)).counts
 
 
-def balance_by_size(net: nn.Module, stages: int) -> list[int]:
-    """Returns the number of layers of each stage that balances the number of parameters."""
-    return plan(net, PipelineOptions(split="size"), owners=StageOwners.of_cpus(stages)).counts
+def balance_by_size(net: nn.Module, stages: int, example_inputs: Any = None) -> list[int]:
+    """Returns the number of layers of each stage that balances the number of parameters.
+
+    A model other than an `nn.Sequential` needs `example_inputs`.
+    """
+    owners = StageOwners.of_cpus(stages)
+    return plan(net, PipelineOptions(split="size"), example_inputs, owners).counts
 
 
 @dataclass(frozen=True)
@@ -129,10 +138,11 @@ class PlannedLayers:
 
     Attributes:
         stages: the layers of each stage.
-        runs_forward: whether the model's own forward runs, instead of a chain of the layers. The
-            other attributes come from the `Chain`.
         look_inside: the layers, by index, known to use values of earlier stages besides their
             arguments; found by steps that run the forward.
+        net: the model whose forward runs; None: the layers run as a chain.
+
+    The other attributes come from the `Chain`.
     """
 
     stages: list[list[Layer]]
@@ -140,15 +150,27 @@ class PlannedLayers:
     guards: TraceGuards
     variants: Variants | None = None
     first_uses: Mapping[str, int] = field(default_factory=dict)
-    runs_forward: bool = False
-    look_inside: set[int] = field(default_factory=set)
     opened: Mapping[int, str] = field(default_factory=dict)
+    look_inside: set[int] = field(default_factory=set)
+    net: nn.Module | None = None
+
+    @property
+    def runs_forward(self) -> bool:
+        """Whether the model's own forward runs, instead of a chain of the layers."""
+        return self.net is not None
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers of all stages; their work can be counted."""
+        layers = [layer for stage in self.stages for layer in stage]
+        return layers if self.net is None else CalledLayers(layers, self.net, self.first_uses)
 
 
 class _Decision(NamedTuple):
     """The expanded modules, the costs of the layers, and the number of layers of each stage.
 
-    `speeds` come from a plan file, by stage.
+    `speeds` come from a plan file, by stage, and `costs_per_stage`, whose layers may be finer or
+    coarser than the model's.
     """
 
     expand: Collection[str]
@@ -156,6 +178,7 @@ class _Decision(NamedTuple):
     counts: list[int]
     costs_from: str = "counted"
     speeds: Sequence[float] = ()
+    costs_per_stage: Sequence[int] = ()
 
 
 class Planner:
@@ -225,7 +248,10 @@ class Planner:
         order = make_schedule(*shape)
         in_flight = peak_in_flight(order)
         decision = self._decide(in_flight)
-        runs = _runs_of(decision.costs, decision.counts, self._chain(decision.expand))
+        chain = self._chain(decision.expand)
+        _runs_of(chain.layers, decision.counts, chain)  # no cut separates what belongs together
+        ends = accumulate(decision.costs_per_stage or decision.counts, initial=0)
+        runs = [list(decision.costs[start:end]) for start, end in pairwise(ends)]
         speeds = by_stage(options, options.device_speeds) or decision.speeds
         speeds = speeds or [1.0] * len(in_flight)
         return Plan(
@@ -268,8 +294,8 @@ class Planner:
             chain.guards,
             chain.variants,
             chain.first_uses,
-            self._runs_forward,
             chain.opened,
+            net=self._net if self._runs_forward else None,
         )
 
     def _chain(self, expand: Collection[str] = ()) -> Chain:
@@ -293,7 +319,9 @@ class Planner:
             counts = counts_for(plan, names, self._stages)
             if plan.chunks != self._options.chunks:
                 log.info("the costs in %s are for batches of %d micro-batches", split, plan.chunks)
-            return _Decision(plan.expand, plan.costs, counts, plan.costs_from, plan.speeds)
+            return _Decision(
+                plan.expand, plan.costs, counts, plan.costs_from, plan.speeds, plan.counts
+            )
         if split == "manual":
             default = self._options.default_partition
             stage_of = partial(marked_stage, net, default=default)
@@ -360,10 +388,6 @@ class Planner:
             yield Costs(count(layers, tensors))
         elif not isinstance(self._costs, str):
             yield Costs(_given(self._costs, layers, self._microbatch))
-        elif self._runs_forward:
-            assert isinstance(self._chains, ObservedChains)
-            device = torch.device(self._owners.device_of(self._owners.stages_of(0)[0]))
-            yield Costs(CallCosts(self._chains, layers, device, tensors).measured(CAREFUL_SECONDS))
         elif self._costs == "estimated":  # for a data-center GPU, independent of the devices
             estimate = partial(estimate_costs, precision=partial(autocast, precision, "cpu"))
             inputs = self._microbatch

@@ -1,4 +1,7 @@
-"""Message formats between the stages of a plan, without values, devices or processes."""
+"""Message formats between the stages of a plan, without values, devices or processes.
+
+Only `engine="distributed"` needs this file.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def message_formats(
     """
     layers = [layer for stage in stages for layer in stage]
     context = partial(autocast, precision, "cpu")  # fake tensors are on the CPU
-    received = chain_inputs([*layers, loss.layer(samples)], inputs, precision=context)
+    received = chain_inputs(layers, inputs, precision=context, loss=loss.layer(samples))
     skipped = {name: value for _, popped in received for name, value in popped.items()}
     codec.allow(codec.classes_around({type(module) for module in net.modules()}))
     links = links_between(stages)

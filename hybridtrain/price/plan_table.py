@@ -13,7 +13,6 @@ from torch import nn
 from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain._base.text_table import counted, text_table, with_unit
 from hybridtrain.errors import ConfigError, argument, check_choice, setting
-from hybridtrain.graph import ChainBuilder
 from hybridtrain.partitioning import (
     COST_SOURCES,
     CostTable,
@@ -23,6 +22,7 @@ from hybridtrain.partitioning import (
     StagePlan,
     counted_costs,
     measured_costs,
+    observed_chain,
 )
 from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
 from hybridtrain.price.layout import Choices, ParallelLayout, StepWork
@@ -316,7 +316,7 @@ def model_costs(
             none.
     """
     check_choice("hardware.costs", costs, COST_SOURCES)
-    chain = ChainBuilder(net, example_inputs).chain()
+    chain = observed_chain(net, example_inputs)
     device = torch.device("cuda:0" if hardware.device == "cuda" else "cpu")
     if costs == "measured" and device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(

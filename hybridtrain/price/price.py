@@ -425,7 +425,8 @@ class Prediction:
 
 
 def predict_step(
-    stages: Sequence[Sequence[Layer]],
+    layers: Sequence[Layer],
+    counts: Sequence[int],
     microbatch: Any,
     hardware: Hardware,
     work: StepWork,
@@ -438,10 +439,11 @@ def predict_step(
     recomputed: Set[int] = frozenset(),
     gpus: Sequence[int] = (),
 ) -> Prediction:
-    """Predicts a step of a model that is already cut, without running a layer.
+    """Predicts a step of a model that is already cut, without running a kernel.
 
     Args:
-        stages: the layers of each stage, also on the meta device.
+        layers: the layers of the model, also on the meta device.
+        counts: the number of layers of each stage.
         microbatch: the inputs of the first micro-batch; only shapes and types matter.
         hardware: the devices and links. Without a rate for the precision only memory is predicted,
             unless `measured` is given.
@@ -458,8 +460,6 @@ def predict_step(
     Raises:
         SplitError: a layer does not run on fake tensors.
     """
-    layers = [layer for stage in stages for layer in stage]
-    counts = [len(stage) for stage in stages]
     if measured is not None:
         table = replace(given_costs(lambda _: measured, layer_sizes(layers)), costs_from="measured")
     else:

@@ -27,8 +27,9 @@ def model():
 
 def predicted(model, hardware, measured=None, gpus=()):
     microbatch = torch.zeros(2, 8, dtype=torch.long)
-    stages, work = model.planned.stages, StepWork(8)
-    return predict_step(stages, microbatch, hardware, work, LAYOUT, measured, gpus=gpus)
+    counts, work = [len(stage) for stage in model.planned.stages], StepWork(8)
+    layers = model.planned.layers
+    return predict_step(layers, counts, microbatch, hardware, work, LAYOUT, measured, gpus=gpus)
 
 
 def test_measured_costs_are_simulated_as_they_are(model):

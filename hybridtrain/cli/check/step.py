@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.hardware import host_memory
-from hybridtrain._base.microbatch import Microbatch
+from hybridtrain._base.microbatch import Microbatch, batch_size
 from hybridtrain._base.text_table import counted, with_unit
 from hybridtrain.cli.check.report import NotCheckedError
 from hybridtrain.cli.check.start import Batches, Model
@@ -31,6 +32,7 @@ from hybridtrain.partitioning import (
     Plan,
     PlannedLayers,
     Planner,
+    count_layers,
     recompute_policy,
 )
 from hybridtrain.pipeline import message_formats, messages_of, with_sync_batch_norm
@@ -113,7 +115,14 @@ def plan(
 
     def cut(net: nn.Module) -> Cut:
         net = with_sync_batch_norm(net, world) if pipeline.sync_batch_norm else net
-        make = partial(Planner, net, pipeline, owners=world.stage_owners, costs="estimated")
+        make = partial(
+            Planner,
+            net,
+            pipeline,
+            owners=world.stage_owners,
+            costs="estimated",
+            runs_forward=world.runs_forward,
+        )
         planner = make(example_inputs=example[0])
         plan = planner.plan()
 
@@ -156,9 +165,7 @@ def messages(
         planned = cut.planned if cut.planned.variants is None else cut.again(inputs)
         loss = LossOfStep(function, targets)
         try:
-            formats = message_formats(
-                cut.net, planned.stages, inputs, loss, pipeline.precision, size
-            )
+            largest = max([largest, *_message_bytes(cut.net, planned, inputs, loss, pipeline)])
         except NotOnFakesError as error:
             text = f"layer {error.layer!r}, micro-batch of {counted(size, 'sample')}"
             if error.needs_values:
@@ -167,10 +174,30 @@ def messages(
             if size != sizes[0]:
                 advice = "set data.drop_last=true, or change data.batch_size= or pipeline.chunks="
             raise SplitError(f"{text} fails: {error.reason}; {advice}") from error
-        largest = max([largest, *map(_bytes_of, formats)])
     text = f"{counted(len(cut.planned.stages), 'stage')}, "
     text += f"micro-batches of {listed([*map(str, sizes)])}; the largest message has "
     return text + with_unit(largest), True
+
+
+def _message_bytes(
+    net: nn.Module,
+    planned: PlannedLayers,
+    inputs: Any,
+    loss: LossOfStep,
+    pipeline: PipelineOptions,
+) -> list[int]:
+    """Returns the bytes that cross each border between two stages in a forward.
+
+    Raises:
+        NotOnFakesError: a layer, or the loss, fails for these inputs.
+    """
+    if planned.runs_forward:
+        counted = count_layers(planned.layers, inputs, pipeline.precision, loss)
+        borders = list(accumulate(map(len, planned.stages)))[:-1]
+        return [counted[border - 1].cost.crossing_bytes for border in borders]
+    size = batch_size(inputs)
+    formats = message_formats(net, planned.stages, inputs, loss, pipeline.precision, size)
+    return list(map(_bytes_of, formats))
 
 
 def _bytes_of(form: Any) -> int:
@@ -199,7 +226,7 @@ def memory(
             world,
             pipeline,
             data,
-            cut.planned.stages,
+            cut.planned,
             cut.example,
             batches.samples,
             resolve(loss_fn, cut.net).function,

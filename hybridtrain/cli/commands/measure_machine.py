@@ -20,8 +20,7 @@ from hybridtrain._base.files import write_atomically
 from hybridtrain._base.hardware import GIB, Hardware, host_memory
 from hybridtrain.cli.config.option_files import THIS_MACHINE, measured_file
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph import ChainBuilder
-from hybridtrain.partitioning import count_layers
+from hybridtrain.partitioning import count_layers, observed_chain
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -202,7 +201,7 @@ def host_seconds_per_operator(device: torch.device, seconds: float) -> tuple[flo
     """
     net = _small_layers()
     inputs = torch.ones(1, _WIDTH)
-    counted = count_layers(ChainBuilder(net, inputs).chain().layers, inputs, "fp32")
+    counted = count_layers(observed_chain(net, inputs).layers, inputs, "fp32")
     net, inputs = net.to(device), inputs.to(device)
     forwards: list[float] = []
     backwards: list[float] = []

@@ -192,11 +192,18 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
     while size <= (most or size):
         share = max(world.samples_by_replica(size))
         example = example_batch(data.train, share, data.collate)
-        planner = Planner(net, pipeline, example[0], world.stage_owners, costs="estimated")
-        stages = planner.layers_of(planner.plan()).stages
+        planner = Planner(
+            net,
+            pipeline,
+            example[0],
+            world.stage_owners,
+            costs="estimated",
+            runs_forward=world.runs_forward,
+        )
+        planned = planner.layers_of(planner.plan())
         with without_errors_of_fake_tensors():
             prediction = predict_step_of_run(
-                config, world, pipeline, data, stages, example, size, loss_fn
+                config, world, pipeline, data, planned, example, size, loss_fn
             )
         assert prediction.memory_bytes is not None
         needs = zip(prediction.memory_bytes, limits, strict=True)

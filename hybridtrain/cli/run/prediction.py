@@ -17,10 +17,16 @@ from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.hardware import arrangement_of_run, hardware_of_run
 from hybridtrain.data import DataSplits, largest_batch, length_of
-from hybridtrain.graph import Layer
 from hybridtrain.loss import LossFn
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, LossOfStep, Plan, priced_mode, recompute_policy
+from hybridtrain.partitioning import (
+    LayerCost,
+    LossOfStep,
+    Plan,
+    PlannedLayers,
+    priced_mode,
+    recompute_policy,
+)
 from hybridtrain.price import (
     ParallelLayout,
     Prediction,
@@ -60,7 +66,7 @@ def _prediction_of(context: RunContext) -> Prediction:
         context.world,
         model.options,
         context.data,
-        model.planned.stages,
+        model.planned,
         (context.example_inputs, context.example_targets),
         samples,
         model.resolve_loss(context.options.loss_fn).function,
@@ -73,7 +79,7 @@ def predict_step_of_run(
     world: World,
     options: PipelineOptions,
     data: DataSplits,
-    stages: Sequence[Sequence[Layer]],
+    planned: PlannedLayers,
     example: tuple[Any, Any],
     samples: int,
     loss_fn: LossFn,
@@ -93,13 +99,14 @@ def predict_step_of_run(
         shard=options.shard if world.data_parallel_size > 1 else "none",
         arrangement=arrangement_of_run(hardware, world),
     )
-    names = [layer.name for stage in stages for layer in stage]
+    names = [layer.name for layer in planned.layers]
     first = tuple(split_batch(tree, sizes)[0] for tree in example)
     draws = default_generators()
     inputs, targets = largest_batch(data.train, sizes[0], data.collate, first)
     rewind(draws)  # transforms may draw
     return predict_step(
-        stages,
+        planned.layers,
+        [len(stage) for stage in planned.stages],
         inputs,
         hardware,
         StepWork(samples, config.trainer.accumulate, options.optimizer_tensors_per_param),
@@ -134,6 +141,9 @@ def _measured_costs(context: RunContext) -> list[LayerCost] | None:
         batch_has_changed = any(c.key == "data.batch_size" for c in context.settings.changes)
         if batch_has_changed or Plan.read(split).chunks != plan.chunks:
             return None
+    names = [layer.name for layer in context.model.planned.layers]
+    if names != [cost.name for cost in plan.costs]:  # a plan with finer or coarser layers
+        return None
     return plan.costs
 
 

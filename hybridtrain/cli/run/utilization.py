@@ -52,7 +52,7 @@ def utilization(context: RunContext) -> list[Callback]:
     else:
         sizes = chunk_sizes(batch_size(context.example_inputs), options.chunks)
         microbatch = split_batch(context.example_inputs, sizes)[0]
-        layers = [layer for stage in context.model.planned.stages for layer in stage]
+        layers = context.model.planned.layers
         try:
             with without_errors_of_fake_tensors():
                 costs = count_layers(layers, microbatch, options.precision)

@@ -510,12 +510,12 @@ class _Task:
     """
 
     def __init__(self, function: Callable[[int], None], argument: int) -> None:
-        self._run = partial(copy_context().run, function, argument)
+        self._context, self._function, self._argument = copy_context(), function, argument
         self._once = threading.Lock()
 
     def __call__(self) -> None:
         if self._once.acquire(blocking=False):
-            self._run()
+            self._context.run(self._function, self._argument)
 
 
 class _Worker:

@@ -27,7 +27,7 @@ from hybridtrain.errors import BatchError, WorldError
 from hybridtrain.graph import layers_of
 from hybridtrain.loop import RunStats
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning.costs import LayerProfiler
+from hybridtrain.partitioning.measurements import LayerProfiler
 from hybridtrain.pipeline import LayerRNG, layer_rng
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 

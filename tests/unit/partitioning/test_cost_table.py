@@ -16,7 +16,7 @@ from hybridtrain.partitioning import (
     cost_table,
     measured_costs,
 )
-from hybridtrain.partitioning.costs import LayerProfiler
+from hybridtrain.partitioning.measurements import LayerProfiler
 from hybridtrain.price import Choices, StepWork, find_plans
 
 CPU = torch.device("cpu")

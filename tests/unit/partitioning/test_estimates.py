@@ -8,14 +8,23 @@ import pytest
 import torch
 from torch import nn
 
+from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.torch_private import TorchDispatchMode
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import ChainBuilder, layers_of
 from hybridtrain.models import gpt, lora, transformer
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost, StageOwners, model_flops, plan
-from hybridtrain.partitioning.costs import LayerProfiler
-from hybridtrain.partitioning.estimates import count_chain, estimate_costs
+from hybridtrain.partitioning import (
+    LayerCost,
+    LossOfStep,
+    StageOwners,
+    model_flops,
+    observed_chain,
+    plan,
+)
+from hybridtrain.partitioning.estimates import count_work, estimate_costs
+from hybridtrain.partitioning.measurements import LayerProfiler
+from hybridtrain.price import StepWork, find_plans
 
 CPU = torch.device("cpu")
 ARITHMETIC = {"flops_per_s": 1e9, "bytes_per_s": float("inf")}
@@ -59,7 +68,7 @@ class Dispatched(TorchDispatchMode):
 def test_operators_are_those_that_pytorch_dispatches_for_real_tensors():
     net = transformer(20, max_len=8, d_model=8, nhead=2, d_hid=8, nlayers=1)
     inputs = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.bool)
-    layer = count_chain(ChainBuilder(net, inputs).chain().layers, inputs)[1]
+    layer = count_work(ChainBuilder(net, inputs).chain().layers, inputs)[1]
     x = torch.randn(4, 8, 8, requires_grad=True)
     with Dispatched() as forward:
         y, _ = net.layers[0]((x, inputs[1]))
@@ -154,8 +163,86 @@ def test_a_layer_whose_control_flow_depends_on_values_is_named():
             return x if x.sum() > 0 else -x
 
     message = r"costs='estimated': layer '1' does not run on fake tensors .*: use costs='measured'"
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(2, 2), Either())
     with pytest.raises(SplitError, match=message):
-        estimate_costs(layers_of(nn.Sequential(nn.Tanh(), Either())), torch.randn(2, 2))
+        estimate_costs(layers_of(net), torch.randn(2, 2))
+
+
+class Sparse(nn.Module):
+    """Computes with the rows that it chooses by their values, as a mixture of experts does."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 64), nn.Linear(64, 2)
+
+    def forward(self, x):
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return self.down(self.up(x[rows]).relu())
+
+
+def test_a_model_whose_shapes_depend_on_values_is_counted_with_its_values():
+    inputs = torch.tensor([[1.0, 0.0], [2.0, 1.0], [-1.0, 0.0]])
+    net = Sparse()
+    up, down = estimate_costs(observed_chain(net, inputs).layers, inputs, **ARITHMETIC)
+    assert up.forward_ms == pytest.approx(2 * 2 * 2 * 64 / 1e6)
+    assert down.backward_ms == pytest.approx(2 * down.forward_ms)
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+class Shared(nn.Module):
+    """Calls one layer twice, changes values between layers, and has weights outside of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.again, self.last = (nn.Linear(8, 8, bias=False) for _ in "abc")
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        x = self.again(self.first(x)) * self.scale
+        return self.last(self.again(x) @ x.mT)
+
+
+def test_code_between_layers_counts_to_the_layer_before_it_there_and_back():
+    x = torch.randn(8, 8)
+    layers = observed_chain(Shared(), x).layers
+    assert [layer.name for layer in layers] == ["first", "again", "again@2", "last"]
+    costs = estimate_costs(layers, x, **ARITHMETIC)
+    product = 2 * 8**3 / 1e6
+    assert [cost.forward_ms / product for cost in costs] == pytest.approx([1, 1, 2, 1])
+    # the first product has no gradient of an input
+    assert [cost.backward_ms / product for cost in costs] == pytest.approx([1, 2, 4, 2])
+    assert [cost.parameters for cost in costs] == [64, 64 + 8, 0, 64]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
+@pytest.mark.quick_cases("llama")
+def test_models_with_grouped_queries_and_a_mask_are_priced(name):
+    transformers = pytest.importorskip("transformers")
+    make = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    }
+    config, kind = make[name]
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    net = kind(config(vocab_size=50, num_hidden_layers=4, num_key_value_heads=2, **sizes))
+    tokens = torch.randint(50, (4, 8))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    options, owners = PipelineOptions(chunks=2, split="time"), StageOwners.of_cpus(2)
+    found = plan(net, options, inputs, owners, costs="estimated")
+    assert len(found.stages) == 2
+    hardware = Hardware(devices_per_node=2, flops_per_s={"fp32": 1e12}, memory_gib=8)
+    loss = LossOfStep(lambda output, _: output.loss, tokens)
+    priced = find_plans(net, inputs, hardware, StepWork(4), loss=loss)
+    with torch.device("meta"):
+        outline = kind(net.config)
+    same = find_plans(outline, inputs, hardware, StepWork(4), loss=loss)
+    assert same.prices[0].step_ms == priced.prices[0].step_ms > 0
+    products = sum(p.numel() for n, p in net.named_parameters() if "embed" not in n and p.dim() > 1)
+    assert priced.table.flops_per_sample == pytest.approx(6 * 8 * products, rel=0.1)
 
 
 def test_a_frozen_base_of_an_adapter_has_no_gradient_no_state_and_no_weight_backward():
@@ -169,10 +256,10 @@ def test_a_frozen_base_of_an_adapter_has_no_gradient_no_state_and_no_weight_back
         assert cost.backward_ms == pytest.approx(2 * cost.forward_ms)
         assert of_base.backward_ms < 1.1 * of_base.forward_ms
     products = 2 * 512 * 64 * 64
-    counted = count_chain(layers_of(adapted), torch.randn(512, 64))
+    counted = count_work(layers_of(adapted), torch.randn(512, 64))
     flops = model_flops(counted, layers_of(adapted))
     assert 7 * products < flops < 7.6 * products  # the first input has no gradient
-    assert model_flops(count_chain(layers_of(plain), torch.randn(512, 64)), layers_of(plain)) == (
+    assert model_flops(count_work(layers_of(plain), torch.randn(512, 64)), layers_of(plain)) == (
         12 * products
     )
     base, adapter = 64 * 64, 2 * 64

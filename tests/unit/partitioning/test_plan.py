@@ -185,6 +185,20 @@ def test_a_plan_gives_the_counts_of_its_stages():
     assert counts_for(TWO, TWO_NAMES, 2) == [2, 1]
 
 
+def test_a_plan_fits_finer_and_coarser_layers_if_both_have_the_first_of_each_stage():
+    coarse = ["embed", "encoder", "head"]
+    fine = ["embed", "encoder.0", "encoder.1", "head.norm", "head"]
+    of_coarse = plan([cost("embed"), cost("encoder")], [cost("head")])
+    assert counts_for(of_coarse, fine, 2) == [4, 1]
+    of_fine = plan([cost(name) for name in fine[:4]], [cost("head")])
+    assert counts_for(of_fine, coarse, 2) == [2, 1]
+    inside = plan([cost("embed"), cost("encoder.0")], [cost(name) for name in fine[2:]])
+    with pytest.raises(SplitError, match=r"the model has no layer 'encoder\.0' of the plan"):
+        counts_for(inside, coarse, 2)
+    with pytest.raises(SplitError, match=r"the plan lacks the model's layer 'other'"):
+        counts_for(of_coarse, [*coarse, "other"], 2)
+
+
 @pytest.mark.parametrize(
     ("names", "stages", "message"),
     [

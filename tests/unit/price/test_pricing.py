@@ -29,7 +29,7 @@ from hybridtrain.partitioning import (
     given_costs,
     plan,
 )
-from hybridtrain.partitioning.estimates import Rates, count_chain
+from hybridtrain.partitioning.estimates import Rates, count_work
 from hybridtrain.price import Choices, ParallelLayout, StepWork, find_layouts, find_plans
 from hybridtrain.price.layout import layouts
 from hybridtrain.price.price import ALIKE, _Search, least_step_ms, price, simulated_step
@@ -463,9 +463,9 @@ def test_equal_layers_are_counted_as_if_each_was_run():
     net.blocks[1].attention.n_head = 4  # not to be seen in a parameter's shape
     tokens = torch.randint(64, (3, 8))
     layers = ChainBuilder(net, tokens).chain().layers
-    whole = count_chain(layers, tokens)
+    whole = count_work(layers, tokens)
     alone = [
-        count_chain([layer], torch.randn(3, 8, 16).requires_grad_())[0] for layer in layers[1:4]
+        count_work([layer], torch.randn(3, 8, 16).requires_grad_())[0] for layer in layers[1:4]
     ]
     assert [one.forward for one in whole[1:4]] == [one.forward for one in alone]
     assert [one.backward for one in whole[1:4]] == [one.backward for one in alone]
