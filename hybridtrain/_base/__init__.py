@@ -4,6 +4,7 @@ accelerator      streams, events and memory of a device: CUDA, or none
 adapter          trained tensors in a model with frozen weights from another source
 codec            a closed binary format for values exchanged between processes
 construction     constructs a model without values, or a part of a model
+contents         the contents of mutable objects, to restore them in place
 devices          chooses a process's devices and backend
 files            files that are complete or absent, opened without following links
 hardware         the hardware that costs are predicted for: devices, nodes and links

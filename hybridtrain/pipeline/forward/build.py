@@ -152,7 +152,7 @@ def forward_engine(
         owner,
         devices,
         look_inside,
-        [stage.wanted for stage in stages],
+        [stage.cut_leaf for stage in stages],
         moves,
         names,
         containers_of(net, [layer.module for stage in stages for layer in stage.layers]),

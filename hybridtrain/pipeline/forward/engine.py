@@ -180,10 +180,10 @@ class ForwardEngine:
         share = threads_per_lane(len(self._devices))
         while len(self._lanes) < len(schedule.lanes) * schedule.trains:
             self._lanes.append(_Worker(self, SimpleQueue(), f"stage-{len(self._lanes)}", share))
-        wanted = min(schedule.chunks, suspended_at_once(schedule) + _AHEAD)
+        count = min(schedule.chunks, suspended_at_once(schedule) + _AHEAD)
         if run.step.furthest_ahead:
-            wanted = schedule.chunks
-        while len(self._trips) < wanted:
+            count = schedule.chunks
+        while len(self._trips) < count:
             self._trips.append(
                 _Worker(self, self._trip_inbox, f"micro-batch-{len(self._trips)}", share)
             )
@@ -312,7 +312,7 @@ class _StepRun:
             self._engine._hold_roots,
             self._learns,
         )
-        held: list[Any] = []
+        per_stage: list[Any] = []
 
         def head(output: Any) -> HeadOutput:
             result = step.head(microbatch, output)
@@ -324,8 +324,8 @@ class _StepRun:
 
         def hold() -> None:
             whole = [stage.runs.recomputes(microbatch) for stage in self._stages]
-            held.extend(trip.in_flight(whole))
-            for stage, in_flight in zip(self._stages, held, strict=True):
+            per_stage.extend(trip.in_flight(whole))
+            for stage, in_flight in zip(self._stages, per_stage, strict=True):
                 stage.hold(microbatch, in_flight)
 
         try:

@@ -9,7 +9,7 @@ each value of an earlier stage is cut out of that graph where a later stage uses
                                                  | cut
     stage 2                                      x'' ---- loss
 
-An `CutValue` is a stage's own name for such a value, and collects its gradient. A value that skips
+A `CutValue` is a stage's own name for such a value, and collects its gradient. A value that skips
 stages has an alias in each of them, so that gradients are added in the order in which one backward
 through the whole graph would add them.
 
@@ -132,7 +132,7 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, value: Tensor, wanted: Tensor, trip: Trip, alias: CutValue
+        ctx: Any, value: Tensor, cut_leaf: Tensor, trip: Trip, alias: CutValue
     ) -> Tensor:
         ctx.trip, ctx.alias = trip, alias
         return value.detach()

@@ -29,14 +29,14 @@ from hybridtrain.pipeline.stage_backward import StageBackward, Start
 from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
 
-def saved_bytes(roots: Sequence[Root], own: Sequence[Tensor]) -> int:
+def saved_bytes(roots: Sequence[Root], state: Sequence[Tensor]) -> int:
     """Returns the bytes that autograd keeps for the backward from `roots`.
 
     Args:
         roots: where the backward of a stage starts; it ends at the cuts before the stage.
-        own: tensors that do not count.
+        state: tensors that do not count.
     """
-    left_out = {number for tensor in own for number in storages(tensor)}
+    left_out = {number for tensor in state for number in storages(tensor)}
     sizes: dict[int, int] = {}
     for node in nodes_from(roots):
         for tensor in tensors_saved_by(node):
@@ -59,7 +59,7 @@ class ForwardStage:
             runs only one.
         parameter_count: the number of elements of the parameters that it owns.
         saved_bytes: bytes that autograd saves for a micro-batch; None before the first.
-        wanted: a leaf that makes autograd record the cuts before this stage.
+        cut_leaf: a leaf that makes autograd record the cuts before this stage.
         owner_of: the stage that owns each parameter of the model, by the parameter's `id`.
         recast: the names of parameters that later stages cast again; see `Model`.
     """
@@ -87,7 +87,7 @@ class ForwardStage:
         self.parameter_count = sum(parameter.numel() for parameter in owned)
         self.saved_bytes: int | None = None
         self.recast: set[str] = set()
-        self.wanted = torch.zeros((), requires_grad=True)
+        self.cut_leaf = torch.zeros((), requires_grad=True)
         self._backward = StageBackward()
         self._in_flight: dict[int, StageInFlight] = {}
         self._allowed: frozenset[int] | None = None
@@ -133,8 +133,8 @@ class ForwardStage:
             )
             self._allowed = None
         if self.saved_bytes is None:
-            own = [*self.module.parameters(), *self.module.buffers()]
-            self.saved_bytes = saved_bytes(in_flight.roots, own)
+            state = [*self.module.parameters(), *self.module.buffers()]
+            self.saved_bytes = saved_bytes(in_flight.roots, state)
         self._in_flight[microbatch] = in_flight
 
     def gradients_of_loss(self, microbatch: int) -> list[Tensor | None]:
@@ -164,8 +164,8 @@ class ForwardStage:
         if kind == "B":
             self._backward.run(microbatch, starts, reduce, self._explain)
         else:
-            # the cuts lead to `wanted`, and hand their gradients to the aliases on the way
-            leaves = [self.wanted] if in_flight.aliases else []
+            # the cuts lead to `cut_leaf`, and hand their gradients to the aliases on the way
+            leaves = [self.cut_leaf] if in_flight.aliases else []
             self._backward.to_input(
                 microbatch, in_flight.roots, starts, leaves, reduce, in_flight.whole, self._explain
             )

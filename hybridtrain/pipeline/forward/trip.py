@@ -58,7 +58,7 @@ class Model(NamedTuple):
         devices: the device of each stage.
         look_inside: the layers, by index, that use values of earlier stages besides their
             arguments, such as a weight that an earlier stage owns.
-        wanted: for each stage, a leaf that makes autograd record its cuts.
+        cut_leaf: for each stage, a leaf that makes autograd record its cuts.
         moves: whether the stages are on several devices, so that values must be copied.
         names: the names of parameters and buffers, by their `id`.
         containers: the modules, by name, that layers are in; the model itself among them.
@@ -70,7 +70,7 @@ class Model(NamedTuple):
     owners: Mapping[int, int]
     devices: Sequence[torch.device]
     look_inside: set[int]
-    wanted: Sequence[Tensor]
+    cut_leaf: Sequence[Tensor]
     moves: bool
     names: Mapping[int, str]
     containers: Mapping[str, nn.Module]
@@ -342,17 +342,17 @@ class Trip:
         A list or a dict stays the same object, because the layer may add to it for its caller. The
         layer is looked into instead.
         """
-        own: list[Any] = []
+        arguments: list[Any] = []
         for value in values:
             if isinstance(value, Tensor):
-                own.append(self.cut(value))
+                arguments.append(self.cut(value))
             elif type(value) is tuple:
-                own.append(self._arguments(place, value))
+                arguments.append(self._arguments(place, value))
             else:
                 if type(value) not in PLAIN and self._has_foreign((value,)):
                     self._model.look_inside.add(place.number)
-                own.append(value)
-        return tuple(own)
+                arguments.append(value)
+        return tuple(arguments)
 
     def looks_inside(self, layer: int) -> bool:
         """Returns whether a layer is known, or not yet known, to use values of earlier stages."""
@@ -425,7 +425,7 @@ class Trip:
                     value, device = tensor.detach(), self._model.devices[stage]
                     if value.device != device and value.device in self._model.devices:
                         value = copied(value, device)
-                    alias.value = Cut.apply(value, self._model.wanted[stage], self, alias)
+                    alias.value = Cut.apply(value, self._model.cut_leaf[stage], self, alias)
                     alias.version, alias.node = alias.value._version, alias.value.grad_fn
                 tensor, last = alias.value, stage
         return tensor

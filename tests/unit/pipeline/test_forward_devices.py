@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import SplitError
-from hybridtrain.pipeline.recomputation_proof import FIRST_STEPS
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 ROWS, CHUNKS = 7, 3
+COMPARED = 4  # the first steps, which compare what layers change
 
 
 def model_on(gpus: StandInGPUs, net: nn.Module, **options: Any) -> HybridModel:
@@ -298,8 +298,8 @@ def test_a_change_that_another_device_cannot_see_is_refused(
 def test_steps_after_the_first_that_are_compared_wait_for_no_device() -> None:
     with stand_in_gpus(3) as gpus:
         model = model_on(gpus, CASES["linear"].net(), chunks=4)
-        for seed in range(FIRST_STEPS + 2):
-            if seed == FIRST_STEPS:
+        for seed in range(COMPARED + 2):
+            if seed == COMPARED:
                 gpus.syncs = 0
             model.train_step(*CASES["linear"].batch(10, seed), CASES["linear"].loss)
         assert gpus.syncs == 0

@@ -13,7 +13,7 @@ from support.stand_in_gpus import on_host, stand_in_gpus
 from torch import Tensor, nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline import LayerRNG
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
