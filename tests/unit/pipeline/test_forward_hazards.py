@@ -123,7 +123,8 @@ def run_statement(kind: str, name: str, owner: Any, root: Any, v: Values) -> Non
         v.x = v.x * root.scale
     elif kind == "function":
         v.x = Double.apply(v.x, v.of_name["p"]) if v.of_name["p"].shape == v.x.shape else v.x
-    elif kind == "hook" and v.of_name[name].requires_grad:
+    elif kind == "hook" and v.of_name[name].requires_grad and not v.of_name[name]._is_view():
+        # PyTorch itself crashes for some views of a base that has changed in place
         v.of_name[name].register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
     elif kind == "hook on a node" and v.of_name[name].grad_fn is not None:
         v.of_name[name].grad_fn.register_hook(  # type: ignore[union-attr]
