@@ -21,7 +21,7 @@ from torch import nn
 from hybridtrain._base.skip import pop, stash
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import layers_of
-from hybridtrain.pipeline.engines import threads
+from hybridtrain.pipeline.engines import inline
 from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, crossing, links_between, routes
 from hybridtrain.schedule import registered
 
@@ -185,7 +185,7 @@ def test_a_forward_with_skipping_values_equals_that_of_the_plain_net(kind, split
         torch.testing.assert_close(model(x), plain(x).detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_stashed_value_bypasses_the_stages_between():
+def test_a_stashed_value_bypasses_the_stages_between(traced):
     net = skip_chain(0, 6)
     layers = layers_of(net)
     assert links_between([layers[i : i + 2] for i in (0, 2, 4, 6)]) == [
@@ -267,7 +267,7 @@ WRONG = {
 
 @pytest.mark.parametrize("nb_part", [1, 3])
 @pytest.mark.parametrize(("layers", "message"), WRONG.values(), ids=WRONG)
-def test_stashes_and_pops_that_do_not_fit_together_are_refused(layers, message, nb_part):
+def test_stashes_and_pops_that_do_not_fit_together_are_refused(layers, message, nb_part, traced):
     with pytest.raises(SplitError, match=message):
         hybrid(nn.Sequential(*layers()), nb_part)
 
@@ -287,7 +287,27 @@ class Undeclared(TanhLinear):
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.quick_cases(7)
-def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(split, recompute):
+def test_an_undeclared_skipping_value_is_the_micro_batchs_own(split, recompute):
+    torch.manual_seed(0)
+    net = nn.Sequential(Undeclared("stash"), *plain_layers(6), Undeclared("pop"))
+    assert_two_steps_equal_the_plain_net(net, split, schedule="gpipe", recompute=recompute)
+
+
+@pytest.mark.parametrize("nb_part", [1, 3])
+@pytest.mark.parametrize("kind", ["popped before", "popped only"])
+def test_a_pop_of_what_no_earlier_layer_has_stashed_is_an_error_with_a_hint(kind, nb_part):
+    layers, _ = WRONG[kind]
+    model = hybrid(nn.Sequential(*layers()), nb_part)
+    with pytest.raises(KeyError, match=r"no earlier layer has stashed it.*`stashes`.*`pops`"):
+        model.train_step(*regression(10), F.mse_loss)
+
+
+@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.quick_cases(3)
+def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(
+    split, recompute, traced
+):
     # not even where both stages run in one thread: it would be another micro-batch's value
     layers = [Undeclared("stash"), *plain_layers(6), Undeclared("pop")]
     model = hybrid(nn.Sequential(*layers), *split, schedule="gpipe", recompute=recompute)
@@ -299,7 +319,7 @@ def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(spl
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
 @pytest.mark.parametrize("nb_part", [2, 4])
 @pytest.mark.quick_cases(3)
-def test_a_pop_without_a_declaration_is_an_error_with_a_hint(nb_part, recompute):
+def test_a_pop_without_a_declaration_is_an_error_with_a_hint(nb_part, recompute, traced):
     layers = [Stash("a"), Pop("a"), *plain_layers(5), Undeclared("pop")]
     model = hybrid(nn.Sequential(*layers), nb_part, recompute=recompute)
     with pytest.raises(KeyError, match=r"pop\('a'\).*`stashes`.*`pops`") as caught:
@@ -402,12 +422,12 @@ class Shelf:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v", "v-min"])
-def test_another_wire_needs_no_change_elsewhere(schedule, monkeypatch):
+def test_another_wire_needs_no_change_elsewhere(schedule, monkeypatch, traced):
     x, y = regression(8)
     models = []
     for wire in (None, Shelf):
         if wire is not None:
-            monkeypatch.setattr(threads, "QueueWire", wire)
+            monkeypatch.setattr(inline, "_Memory", wire)
         torch.manual_seed(0)
         devices = 4 // (registered(schedule).stages_per_device or 1)
         models.append(hybrid(skip_chain(0, 6), 1, devices, schedule=schedule))
