@@ -137,7 +137,7 @@ class Ticking(Three):
 )
 @pytest.mark.quick_cases(2)
 def test_draws_clocks_and_counters_in_the_models_own_forward_are_refused_with_their_line(
-    kind, line
+    kind, line, traced
 ):
     state = random.getstate(), np.random.get_state()[2]
     with pytest.raises(SplitError) as caught:
@@ -149,7 +149,7 @@ def test_draws_clocks_and_counters_in_the_models_own_forward_are_refused_with_th
 
 
 @pytest.mark.parametrize("kind", [OwnGenerator, ItsOwnGenerator])
-def test_draws_from_a_generator_that_the_model_keeps_are_refused(kind):
+def test_draws_from_a_generator_that_the_model_keeps_are_refused(kind, traced):
     with pytest.raises(SplitError, match=r"draws a random number .*a generator of the model"):
         hybrid(kind(), 2, example_inputs=samples())
 
@@ -164,7 +164,7 @@ def test_a_submodule_that_would_be_frozen_is_called_whole(kind):
     assert "1.a" not in [layer.name for layer in ChainBuilder(net).chain({"1"}).layers]
 
 
-def test_a_global_number_that_was_read_while_tracing_may_not_change_later(monkeypatch):
+def test_a_global_number_that_was_read_while_tracing_may_not_change_later(monkeypatch, traced):
     model = hybrid(Gained(), 2)
     model(samples())
     monkeypatch.setattr(f"{__name__}.gain", 3.0)
