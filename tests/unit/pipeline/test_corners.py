@@ -52,15 +52,26 @@ def test_a_failed_step_leaves_no_gradient_of_a_tied_parameter_behind():
     assert_gradients_of_a_whole_batch(net)
 
 
-def test_stages_cannot_share_a_module_that_has_parameters():
-    class Block(nn.Module):
-        def __init__(self, shared):
-            super().__init__()
-            self.shared = shared
+class Block(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
 
-        def forward(self, x):
-            return self.shared(x)
+    def forward(self, x):
+        return self.shared(x)
 
+
+def test_stages_may_share_a_module_that_has_parameters():
+    shared = nn.Linear(4, 4)
+    net = nn.Sequential(Block(shared), Block(shared))
+    plain = copy.deepcopy(net)
+    for inputs, targets in zip(*(whole.chunk(4) for whole in batch()), strict=True):
+        (F.mse_loss(plain(inputs), targets) / 4).backward()
+    hybrid(net, 2, split=[1, 1], chunks=4).train_step(*batch(), F.mse_loss)
+    assert_same_gradients(net, plain)
+
+
+def test_stages_of_a_trace_cannot_share_a_module_that_has_parameters(traced):
     shared = nn.Linear(4, 4)
     with pytest.raises(SplitError, match=r"'0' and '1':.*b.weight = a.weight"):
         hybrid(nn.Sequential(Block(shared), Block(shared)), 2, split=[1, 1])
@@ -186,15 +197,28 @@ def test_a_buffer_that_crosses_a_cut_has_the_value_of_its_micro_batch(schedule):
     assert_same_gradients(net, plain)
 
 
-def test_pytorch_errors_that_a_pipeline_makes_likely_say_how_to_fix_them():
-    class Scales(nn.Module):
-        def forward(self, x):
-            return x.mul_(2)
+class Scales(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
 
+
+def test_the_first_layer_of_a_stage_may_change_its_input_in_place():
+    net = nn.Sequential(nn.Linear(4, 4), Scales(), nn.Linear(4, 4))
+    plain = copy.deepcopy(net)
+    for inputs, targets in zip(*(whole.chunk(4) for whole in batch()), strict=True):
+        (F.mse_loss(plain(inputs), targets) / 4).backward()
+    hybrid(net, 2, split=[1, 2], chunks=4).train_step(*batch(), F.mse_loss)
+    assert_same_gradients(net, plain)
+
+
+def test_pytorch_errors_that_a_trace_makes_likely_say_how_to_fix_them(traced):
     net = nn.Sequential(nn.Linear(4, 4), Scales(), nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match="leaf Variable") as caught:
         hybrid(net, 2, split=[1, 2]).train_step(*batch(), F.mse_loss)
     assert any("inplace = True" in note for note in caught.value.__notes__)
+
+
+def test_a_micro_batch_that_is_too_small_for_a_batch_norm_says_what_to_set():
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.raises(ValueError, match="more than 1 value") as caught:
         hybrid(net, 2, chunks=2).train_step(*batch(2), F.mse_loss)
