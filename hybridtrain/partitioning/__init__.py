@@ -37,7 +37,7 @@ from hybridtrain.partitioning.objective import (
     needs_costs,
     stage_costs,
 )
-from hybridtrain.partitioning.observed_calls import observed_chain
+from hybridtrain.partitioning.observed_calls import observe, observed_chain
 from hybridtrain.partitioning.plan import Plan, StagePlan, table
 from hybridtrain.partitioning.planner import (
     COST_SOURCES,
@@ -86,6 +86,7 @@ __all__ = [
     "measured_costs",
     "model_flops",
     "needs_costs",
+    "observe",
     "observed_chain",
     "partition",
     "plan",

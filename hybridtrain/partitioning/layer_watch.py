@@ -95,7 +95,9 @@ class LayerWatch:
             if isinstance(part, Segment):  # the model may be on the meta device
                 part.put_constants_on(torch.device("cpu"))
         for parameter in self.parts.parameters():
-            if parameter.requires_grad:  # as in a step, in which DDP's buckets hold the gradients
+            if (
+                parameter.is_leaf and parameter.requires_grad
+            ):  # as in a step, in which DDP's buckets hold the gradients
                 parameter.register_post_accumulate_grad_hook(_free_gradient)
 
     def run(

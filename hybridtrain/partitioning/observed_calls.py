@@ -118,7 +118,7 @@ class ObservedChains:
     def run(self) -> ObservedRun:
         """The observed run; the first access makes it."""
         if self._run is None:
-            self._run = observe(self._net, self._inputs, self.precision)
+            self._run, _ = observe(self._net, self._inputs, self.precision)
         return self._run
 
     def chain(self, expand: Collection[str] = ()) -> Chain:
@@ -242,8 +242,8 @@ def observe(
     net: nn.Module,
     inputs: Any,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> ObservedRun:
-    """Returns the calls of a forward on `inputs`, run on a copy of `net` in training mode.
+) -> tuple[ObservedRun, nn.Module]:
+    """Returns the calls of a forward on `inputs`, and the copy of `net` that it ran on.
 
     Args:
         net: the module.
@@ -251,7 +251,8 @@ def observe(
         precision: returns the context of the forward.
 
     Raises:
-        SplitError: the forward fails.
+        SplitError: the model cannot be copied, or fails without values.
+        Exception: the model's own error.
     """
     size = sum(map(byte_size, (*net.parameters(), *net.buffers())))
     has_values = not any(t.is_meta for t in (*net.parameters(), *net.buffers()))
@@ -287,7 +288,7 @@ def _observed(
     precision: Callable[[], AbstractContextManager[object]],
     with_data: bool,
     evaluates: bool,
-) -> ObservedRun:
+) -> tuple[ObservedRun, nn.Module]:
     def real(tensor: Tensor) -> Tensor:
         return tensor.detach().to("cpu", copy=True)
 
@@ -307,7 +308,7 @@ def _observed(
         recorder = _Recorder(copy)
         with recorder.recording(), precision(), skip_scope({}):
             copy(*args, **kwargs)
-    return ObservedRun(recorder.root, recorder.parameter_uses)
+    return ObservedRun(recorder.root, recorder.parameter_uses), copy
 
 
 def observed_chain(net: nn.Module, inputs: Any) -> Chain:

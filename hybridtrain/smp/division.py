@@ -20,7 +20,7 @@ from torch import nn
 from hybridtrain._base.microbatch import Microbatch
 from hybridtrain.errors import ConfigError, SplitError, UserError, naming
 from hybridtrain.model import HybridModel
-from hybridtrain.partitioning import plan, table
+from hybridtrain.partitioning import observe, plan, table
 from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.runtime import Runtime, current
 
@@ -64,7 +64,9 @@ def partitioned_model(
             log.info("partitioned by parameters, because costs cannot be estimated: %s", error)
             made = plan(net, replace(options, split="size"), example, world.stage_owners)
         begins = [names[0] for names in made.layer_names[1:]]
-        return begins, checkpointed_names(net), table(made)
+        ran = net if world.processes_per_replica > 1 else observe(net, example.inputs)[1]
+        names = dict.fromkeys([*checkpointed_names(net), *checkpointed_names(ran)])
+        return begins, list(names), table(made)
 
     begins, recomputed, shown = world.from_main(decide)
     if by_costs:
@@ -220,7 +222,7 @@ def checkpoint_sequential(
 
 
 def checkpointed_names(net: nn.Module) -> list[str]:
-    """Returns the names of the marked modules of `net`."""
+    """Returns the names of the marked modules of `net`, or of a copy that has run its forward."""
     marked = [name for name, module in net.named_modules() if module in _marked]
     # marking the model itself marks all its layers
     return marked if "" not in marked else [name for name, _ in net.named_children()]

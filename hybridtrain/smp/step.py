@@ -269,6 +269,7 @@ class _Step:
                 output = tree_map_only(Tensor, lambda t: t.to(gpu), output)
             result = bodies[microbatch].resume(for_other_thread(output), trains)
             value = result.value
+            from_other_thread((value, result.root))
             if self._detaches:
                 value = tree_map_only(Tensor, Tensor.detach, value)
             if not trains:
@@ -285,7 +286,7 @@ class _Step:
                 gradient = torch.full_like(result.root, share, requires_grad=False)
             elif share != 1.0:
                 gradient = gradient * share
-            return HeadOutput(value, from_other_thread(result.root), gradient)
+            return HeadOutput(value, result.root, gradient)
 
         inputs = [inputs_of(model.net, call.args, call.kwargs) for call in calls]
         # autocast inside the step applies only to the model's call

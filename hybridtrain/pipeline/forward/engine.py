@@ -11,8 +11,8 @@ has a thread that runs its backwards. [2] All of them wait for their `Turns`, in
 schedule, so a device does one thing at a time. [4] A backward also waits for the gradients from the
 next stage. [5] The first failure wakes and ends all.
 
-Threads are kept: as many trips run at once as the schedule needs suspended at the same time,
-because OpenMP keeps a pool of threads for each thread that computes. A pipeline of one stage has no
+Threads are kept, and as few as keep all devices busy (`trips_at_once`), because OpenMP keeps a pool
+of threads for each thread that computes. A pipeline of one stage has no
 threads: no forward waits, so the caller runs every action itself.
 """
 
@@ -55,7 +55,7 @@ from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.recomputation_proof import is_compared
 from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.pipeline.transfer import Inputs, sync_streams
-from hybridtrain.schedule import WORDS, Action, Schedule
+from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight
 
 # Trips that may begin before the schedule needs them, so that a slow start delays no device.
 _AHEAD = 1
@@ -180,9 +180,7 @@ class ForwardEngine:
         share = threads_per_lane(len(self._devices))
         while len(self._lanes) < len(schedule.lanes) * schedule.trains:
             self._lanes.append(_Worker(self, SimpleQueue(), f"stage-{len(self._lanes)}", share))
-        count = min(schedule.chunks, suspended_at_once(schedule) + _AHEAD)
-        if run.step.furthest_ahead:
-            count = schedule.chunks
+        count = schedule.chunks if run.step.furthest_ahead else trips_at_once(schedule)
         while len(self._trips) < count:
             self._trips.append(
                 _Worker(self, self._trip_inbox, f"micro-batch-{len(self._trips)}", share)
@@ -199,6 +197,16 @@ def threads_per_lane(lanes: int) -> int:
 
 
 @cache
+def trips_at_once(schedule: Schedule) -> int:
+    """Returns how many micro-batches may be in their forwards at the same time.
+
+    As many as the first stage holds, but at most two per stage: one is computed, one waits.
+    """
+    held = peak_in_flight(schedule)[0] if schedule.trains else schedule.chunks
+    most = max(suspended_at_once(schedule), min(held, 2 * schedule.stages))
+    return min(schedule.chunks, most + _AHEAD)
+
+
 def suspended_at_once(schedule: Schedule) -> int:
     """Returns how many forwards are between their first and last stage at the same time.
 

@@ -272,7 +272,7 @@ def _after_backward(gradients: Any) -> None:
     trip = here.trip
     if trip is not None and trip.is_in_forward and gradients:
         with trip.glue.off():
-            trip.note_inner_gradients(gradients)
+            trip.note_own(gradients)
 
 
 def _explain(error: RuntimeError) -> None:

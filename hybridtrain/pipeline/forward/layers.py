@@ -37,7 +37,12 @@ from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import describe, error_hints, guarding_saved
 from hybridtrain.pipeline.layer_state import StageState
 from hybridtrain.pipeline.recomputation_proof import Record, check_records, is_compared
-from hybridtrain.pipeline.recompute import Piece, is_recomputing, run_to_recompute
+from hybridtrain.pipeline.recompute import (
+    Piece,
+    as_recomputation,
+    is_recomputing,
+    run_to_recompute,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -207,8 +212,11 @@ class LayersOfStage:
         call = self._calls[position]
         if trip.looks_inside(index):
             call = partial(self._look_inside, trip, self._plain[position])
-        elif probes and (rng.draws(index) or rng.needs_probe(index)):
-            call = self._plain[position]
+        elif probes:
+            if rng.needs_probe(index):
+                self._probe(position, trip, args, kwargs)
+            if rng.draws(index):
+                call = self._plain[position]
         with (
             profiled(layer.name),
             self.state.watched(position, self._is_late, self._recomputes_some, self._tied)
@@ -220,9 +228,28 @@ class LayersOfStage:
                 output = self._run_recomputed(position, trip, call, args, kwargs)
             else:
                 output = call(*args, **kwargs)
-        if probes and rng.needs_probe(index):
-            rng.mark_probed(index)
         return output
+
+    def _probe(self, position: int, trip: Trip, args: Any, kwargs: Any) -> None:
+        """Determines whether a compiled layer draws random numbers, by running the plain layer.
+
+        The run changes nothing: neither the layer's state, nor its inputs, nor what it pops.
+        """
+        module = self.layers[position].module
+        names = set(popped_by(module)) - set(stashed_by(module))
+        popped = {name: pop(name) for name in names}
+        values = structure_copy((args, kwargs))
+        if works_in_place(module):
+            values, popped = map_tensors(torch.clone, (values, popped))
+        with (
+            torch.no_grad(),  # or an enclosing checkpoint would count its saved tensors
+            self.state.undone(position),
+            skip_scope(popped),
+            as_recomputation(),  # statistics of batch norms are not collected
+            self.rng.seeded_again(trip.microbatch, trip.draws.position),
+        ):
+            self._plain[position](*values[0], **values[1])
+        self.rng.mark_probed(self.first + position)
 
     def _look_inside(self, trip: Trip, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if here.trip is not trip:  # recomputed in the backward, for what autograd saves only

@@ -430,9 +430,11 @@ class Trip:
                 tensor, last = alias.value, stage
         return tensor
 
-    def note_own(self, tensor: Tensor) -> None:
-        """Notes that code of this stage in another thread has made a tensor."""
-        self._stages[id(tensor)] = self.stage, tensor
+    def note_own(self, values: Any) -> None:
+        """Notes that this stage has made values in another thread, or gradients in a forward."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._stages[id(leaf)] = self.stage, leaf
 
     def check_hook(self, tensor: Tensor) -> None:
         """Refuses a hook that a stage sets on a parameter of an earlier one.
@@ -472,12 +474,6 @@ class Trip:
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad and self._is_earlier(leaf):
                 raise SplitError(GRADIENT_OVER_CUT)
-
-    def note_inner_gradients(self, gradients: Any) -> None:
-        """Notes that this stage has made gradients which the forward has taken."""
-        for leaf in tree_leaves(gradients):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self._stages[id(leaf)] = self.stage, leaf
 
     def _has_foreign(self, values: Any) -> bool:
         for value in values:
@@ -657,8 +653,7 @@ def for_other_thread(output: Any) -> Any:
     return output if here.trip is None else here.trip.cut_all((output,))[0]
 
 
-def from_other_thread(root: Tensor) -> Tensor:
-    """Returns where the backward starts, made in another thread, which numbers nodes by itself."""
+def from_other_thread(values: Any) -> None:
+    """Notes what a head has made in another thread, which numbers nodes by itself."""
     if here.trip is not None:
-        here.trip.note_own(root)
-    return root
+        here.trip.note_own(values)
