@@ -1,4 +1,7 @@
-"""The places where Python looks up an attribute, and the values there."""
+"""The places where Python looks up an attribute, and the values there.
+
+Only `engine="distributed"` needs this file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""State that a traced forward must not change, because its graph would not repeat the change."""
+"""State that a traced forward must not change, because its graph would not repeat the change.
+
+Only `engine="distributed"` needs this file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The names that a function's code looks up, assigns and imports."""
+"""The names that a function's code looks up, assigns and imports.
+
+Only `engine="distributed"` needs this file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The values of a forward for example inputs: tensors without data, and Python values.
 
+Only `engine="distributed"` needs this file.
+
 With them, a trace can answer queries of the forward's Python code: a length, a type, a condition on
 sizes. Values that depend on tensor data stay unknown.
 """

@@ -1,5 +1,7 @@
 """Traces a module's forward with torch.export, if torch.fx cannot.
 
+Only `engine="distributed"` needs this file.
+
 torch.export runs the forward once on shapes without data, and records the operators that it calls
 and their submodules. It can therefore trace any Python code that does not depend on data.
 Conditions on the inputs (on their rank, for example) are checked at each call. The batch dimension

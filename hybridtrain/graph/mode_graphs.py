@@ -1,5 +1,7 @@
 """A module's forward, traced in training and in evaluation mode, and its cut points.
 
+Only `engine="distributed"` needs this file.
+
 `TraceGuards` detects later changes of the module.
 """
 

@@ -1,5 +1,7 @@
 """The values that a traced forward has read, and the check for later changes.
 
+Only `engine="distributed"` needs this file.
+
 A graph contains the values that its forward read during the trace: numbers and flags of modules and
 configs, entries of dicts and lists, globals, closures, class attributes, functions, buffers. A
 `Recorder` records them, and `Reads` compares them with the current values before each step.

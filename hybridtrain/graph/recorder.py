@@ -1,5 +1,7 @@
 """Records the values that a forward reads while it is traced.
 
+Only `engine="distributed"` needs this file.
+
 A `Recorder` records reads while the forward runs, and rejects a forward that changes any of these
 values, because its graph would not repeat the change. There are three ways to reach a value:
 

@@ -1,4 +1,7 @@
-"""Stand-ins for Python builtins in the globals of traced code."""
+"""Stand-ins for Python builtins in the globals of traced code.
+
+Only `engine="distributed"` needs this file.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """A module's forward as a graph, and helpers of both tracers.
 
+Only `engine="distributed"` needs this file.
+
 A graph contains the numbers that the forward computed while it was traced. Numbers from Python's or
 NumPy's generators, a clock or a counter differ at the next call, and so may branches that depend on
 them. Therefore, calls of generators and clocks are errors, the states of generators that the model

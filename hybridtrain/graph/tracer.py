@@ -1,5 +1,7 @@
 """Traces a module's forward with torch.fx, at the level of its submodules.
 
+Only `engine="distributed"` needs this file.
+
 torch.fx runs the forward with proxies instead of tensors and records their operations. Code that it
 cannot record faithfully must be rejected. If a submodule has control flow that depends on data,
 changes the grad mode or autocast, or draws from Python's generator, the submodule stays one node

@@ -1,5 +1,7 @@
 """The variants of a traced model: its graphs for inputs of other kinds than the example.
 
+Only `engine="distributed"` needs this file.
+
 A graph is valid for inputs with the same control flow in the forward. They have the same kind
 (structure, dtypes, numbers of dimensions, which sizes are 0, 1 or larger, contiguity), and the same
 answers about sizes. For a micro-batch of another kind or with other answers, the model is traced

@@ -20,6 +20,7 @@ links                  the values that cross a border, and that a stage passes o
 engine                 the interface of engines, and the step that they run
 engines/               engines of traced pipelines, with their transports
 message_formats        the formats of messages, from a run on fake tensors
+run_ahead              how far the host runs ahead of accelerators
 transfer, messages     messages to another device, to another process
 point_to_point         sends and receives between two processes
 reducer                one stage's DDP; the norm of the gradients, the fp16 loss scale

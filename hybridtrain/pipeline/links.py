@@ -1,5 +1,7 @@
 """The links between stages; their values cross borders.
 
+Only `engine="distributed"` needs this file.
+
 Values travel from stage to stage, border by border, even if they skip stages:
 
     border 0|1            border 1|2            border 2|3

@@ -1,4 +1,7 @@
-"""Builds the stages of this process: layers on their devices, and the ends of ties."""
+"""Builds the stages of this process: layers on their devices, and the ends of ties.
+
+Only `engine="distributed"` needs this file.
+"""
 
 from __future__ import annotations
 

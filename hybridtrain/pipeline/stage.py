@@ -1,5 +1,7 @@
 """A stage: consecutive layers on one device, with its state between forward and backward.
 
+Only `engine="distributed"` needs this file.
+
         forward                                            backward
     [1] messages -> input boundary -> leaves           [4] gradients of sent values -> roots
     [2] leaves -> layers -> output                     [5] roots -> autograd -> leaf.grad

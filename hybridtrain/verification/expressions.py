@@ -1,5 +1,7 @@
 """A run without data, in which each tensor has an expression of inputs and parameters.
 
+Only `engine="distributed"` needs this file.
+
 Two programs that evaluate the same expression compute the same number. A model too large to run
 twice is therefore compared by its expressions: its forward and backward run on tensors without
 data, on which an operator takes microseconds regardless of its size. The expression of a result is

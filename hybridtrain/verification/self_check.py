@@ -1,5 +1,7 @@
 """Compares the stages with the unsplit module before the first step of each kind of input.
 
+Only `engine="distributed"` needs this file.
+
 A wrong trace or cut would train a wrong model without an error. So before the first step, and
 before the first step on each new kind of input, a small sample runs twice on copies of the model:
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -26,7 +26,7 @@ from torch import nn
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
 from hybridtrain.loss import cross_entropy
-from hybridtrain.pipeline.engines.threads import QueueWire
+from hybridtrain.pipeline.forward.engine import _StepRun
 from hybridtrain.schedule import Account
 from scripts.bench.common import print_footer, print_table
 from tests.support.slow import SlowData, SlowLinear
@@ -74,22 +74,37 @@ def run(
 def slow_link(seconds: float) -> Iterator[None]:
     """Lets each message between stages arrive `seconds` after it was sent."""
     sent: dict[tuple[object, ...], float] = {}
-    send, receive = QueueWire.send, QueueWire.receive
+    enter, leave = _StepRun._enter, _StepRun._leave
+    backward, receive = _StepRun.backward, _StepRun._receive
 
-    def slow_send(wire, to, message):
-        sent[to.kind == "F", to.stage, to.microbatch] = time.perf_counter()
-        send(wire, to, message)
+    def wait_for(*message):
+        if message in sent:
+            time.sleep(max(0.0, sent.pop(message) + seconds - time.perf_counter()))
 
-    def slow_receive(wire, action, doing):
-        message = receive(wire, action, doing)
-        there = sent[action.kind == "F", action.stage, action.microbatch] + seconds
-        time.sleep(max(0.0, there - time.perf_counter()))
+    def slow_enter(run, stage, microbatch):
+        wait_for(run, "F", stage, microbatch)
+        enter(run, stage, microbatch)
+
+    def noted_leave(run, stage, microbatch):
+        leave(run, stage, microbatch)
+        sent[run, "F", stage + 1, microbatch] = time.perf_counter()
+
+    def noted_backward(run, lane, action):
+        backward(run, lane, action)
+        sent[run, "B", action.stage - 1, action.microbatch] = time.perf_counter()
+
+    def slow_receive(run, index, microbatch, lane):
+        message = receive(run, index, microbatch, lane)
+        wait_for(run, "B", index, microbatch)
         return message
 
-    with (
-        mock.patch.object(QueueWire, "send", slow_send if seconds else send),
-        mock.patch.object(QueueWire, "receive", slow_receive if seconds else receive),
-    ):
+    slow = {
+        "_enter": slow_enter,
+        "_leave": noted_leave,
+        "backward": noted_backward,
+        "_receive": slow_receive,
+    }
+    with mock.patch.multiple(_StepRun, **slow) if seconds else nullcontext():
         yield
 
 

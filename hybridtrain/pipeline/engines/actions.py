@@ -1,5 +1,7 @@
 """The execution of a schedule's actions, shared by all engines.
 
+Only `engine="distributed"` needs this file.
+
 An engine decides which thread or process runs which actions, in which order. Its transport (`Wire`)
 carries values from one stage to the next:
 
@@ -20,26 +22,20 @@ values that the stage takes from those that it passes on, outside of autograd.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import torch
-
-from hybridtrain._base.accelerator import Accelerator, Event
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import draws_here, leave_draws, profiled
 from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.links import Route
+from hybridtrain.pipeline.run_ahead import RunAhead
 from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.pipeline.transfer import Inputs
-from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight
-
-# Micro-batches beyond the number that a stage holds: one is queued while another is computed.
-SLACK = 1
+from hybridtrain.schedule import WORDS, Action
 
 
 class Wire(Protocol):
@@ -209,51 +205,3 @@ class ActionRunner:
             if index in self._routes:
                 sent = self._routes[index].gradients_before(sent, passing)
             self._wire.send(Action("B", index - 1, microbatch), sent)  # [8]
-
-
-class _OnDevice(Protocol):
-    device: torch.device
-
-
-class RunAhead:
-    """A schedule-dependent limit on how far the host runs ahead of the devices in a step.
-
-    The host queues work faster than a device executes it. Memory of messages is reused only after
-    the streams that read it have caught up, so a host that queues a whole step would allocate it
-    for every micro-batch. Therefore a forward is queued only after the device has finished the
-    micro-batch that it replaces:
-
-        a stage that holds 2:   F0 F1 B0 F2 B1 F3 ...     F3 is queued when B0 is done, so that the
-                                                          device always has F2 and B1 before it
-
-    Args:
-        schedule: the schedule of the step.
-        stages: the stages of this process, by their index.
-        accelerator: the accelerator of their devices.
-    """
-
-    def __init__(
-        self, schedule: Schedule, stages: Mapping[int, _OnDevice], accelerator: Accelerator
-    ) -> None:
-        self._accelerator = accelerator
-        self._trains = schedule.trains
-        held = peak_in_flight(schedule) if self._trains else (1,) * schedule.stages
-        self._most = {index: held[index] + SLACK for index in stages}
-        self._stages = stages
-        self._done: dict[int, deque[Event]] = {index: deque() for index in stages}
-        self._begun = dict.fromkeys(stages, 0)
-        self._finished = dict.fromkeys(stages, 0)
-
-    def before_forward(self, index: int) -> None:
-        """Waits until the stage has room for one more micro-batch."""
-        self._begun[index] += 1
-        while self._begun[index] - self._finished[index] > self._most[index]:
-            self._done[index].popleft().synchronize()
-            self._finished[index] += 1
-
-    def after(self, action: Action) -> None:
-        """Notes that the host has queued `action`."""
-        if action.ends_microbatch if self._trains else action.kind == "F":
-            device = self._stages[action.stage].device
-            stream = self._accelerator.current_stream(device)
-            self._done[action.stage].append(self._accelerator.record_event(stream))

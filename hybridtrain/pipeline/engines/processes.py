@@ -1,5 +1,7 @@
 """The engine for a pipeline over several processes with one device each, and its transport.
 
+Only `engine="distributed"` needs this file.
+
 Each process runs its own lane of the schedule in the caller's thread. Two processes must issue
 their messages to each other in the same order, because they share one queue per direction, or with
 NCCL one queue for both. They use the global order that shows that the schedule cannot deadlock

@@ -45,7 +45,6 @@ from hybridtrain.graph import CallSignature
 from hybridtrain.launch import LaneActivity, activity, ends_at_once
 from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engine import HeadOutput, Step
-from hybridtrain.pipeline.engines.actions import RunAhead
 from hybridtrain.pipeline.forward.glue import watch_autograd
 from hybridtrain.pipeline.forward.layers import LayerCall
 from hybridtrain.pipeline.forward.stage import ForwardStage
@@ -53,6 +52,7 @@ from hybridtrain.pipeline.forward.trip import Model, Trip
 from hybridtrain.pipeline.forward.turns import Stopped, Turns
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.recomputation_proof import is_compared
+from hybridtrain.pipeline.run_ahead import RunAhead
 from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.pipeline.transfer import Inputs, sync_streams
 from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight
