@@ -256,11 +256,11 @@ def test_a_deterministic_run_has_what_cublas_needs_before_its_first_product(monk
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
-def test_the_thread_of_a_stage_has_its_device_as_the_current_one(monkeypatch, nb_part):
+def test_the_thread_of_a_layer_has_its_device_as_the_current_one(monkeypatch, nb_part):
     with stand_in_gpus(nb_part) as gpus:
         current = {}
         monkeypatch.setattr(
-            gpus, "set_device", lambda device: current.setdefault(threading.get_ident(), device)
+            gpus, "set_device", lambda device: current.update({threading.get_ident(): device})
         )
         world = World.from_env(nb_part, list(map(str, gpus.devices)))
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(nb_part)]
