@@ -1,26 +1,25 @@
 """The engine that runs the model's own forward, with all stages in this process.
 
-    caller      [1] starts trips and backwards                            [5] all have ended
-    trip 0          [2] F0@0 . F0@1
-    trip 1              [2] F1@0 . . . F1@1
-    device 0    [3] . . . . . . . . . . . . . . B0@0 [4] ...
-    device 1    [3] . . . . . . . B0@1
+    caller        [1] hands out the first micro-batches                          [5] all have ended
+    a thread          [2] F0@0 . F0@1 [3] B0@1 . . . B0@0
+    another one           [2] F1@0 . . . F1@1 [3]
+    a third one                                   [4] B1@1 . B1@0
 
-[1] A micro-batch is a `Trip`, which runs the whole forward in a thread of its own; [3] each device
-has a thread that runs its backwards. [2] All of them wait for their `Turns`, in the order of the
-schedule, so a device does one thing at a time. [4] A backward also waits for the gradients from the
-next stage. [5] The first failure wakes and ends all.
+[1] A micro-batch is a `Trip`, which runs the whole forward in one thread. [2] Before each stage it
+waits for its turn (`Turns`), in the order of the schedule, so a device does one thing at a time.
+[3] Its thread goes on with the backwards, stage by stage, as long as it is their turn; otherwise
+[4] a free thread takes them up at their turn. [5] The first failure wakes and ends all.
 
-Threads are kept, and as few as keep all devices busy (`trips_at_once`), because OpenMP keeps a pool
-of threads for each thread that computes. A pipeline of one stage has no
-threads: no forward waits, so the caller runs every action itself.
+Threads are kept, and as few as keep all devices busy, because OpenMP keeps a pool of threads for
+each thread that computes. A pipeline of one stage has no threads: no forward waits, so the caller
+runs every action itself.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import cache, partial
@@ -55,10 +54,7 @@ from hybridtrain.pipeline.recomputation_proof import is_compared
 from hybridtrain.pipeline.run_ahead import RunAhead
 from hybridtrain.pipeline.timeline import Mark, mark
 from hybridtrain.pipeline.transfer import Inputs, sync_streams
-from hybridtrain.schedule import WORDS, Action, Schedule, peak_in_flight
-
-# Trips that may begin before the schedule needs them, so that a slow start delays no device.
-_AHEAD = 1
+from hybridtrain.schedule import WORDS, Action, ActionKind, Schedule, peak_in_flight
 
 # The longest wait of the main thread. A signal right before a wait does not end the wait, and
 # Python calls the signal's handler only after it.
@@ -95,9 +91,8 @@ class ForwardEngine:
         self._compiles = compiles
         self._gpus = {device for device in devices if accelerator_of(device) is not None}
         self._steps: dict[object, int] = {}  # of each kind
-        self._lanes: list[_Worker] = []
-        self._trips: list[_Worker] = []
-        self._trip_inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = 0
+        self._inbox: SimpleQueue[_Task | None] = SimpleQueue()
         if len(stages) == 1 and stages[0].accelerator is not None:
             stages[0].accelerator.set_device(stages[0].device)
 
@@ -132,7 +127,7 @@ class ForwardEngine:
         if self._gpus:
             sync_streams(self._gpus, before=False, values=run.values)
         failure, run.failure = run.failure, None
-        run.lane_tasks, run.trip_tasks = [], []  # a circle of references, which keeps the outputs
+        del run.first  # a circle of references, which would keep the outputs
         if failure is None:
             return run.values
         for stage in self._stages:
@@ -164,8 +159,11 @@ class ForwardEngine:
                     doing.begin(action)
                     if action.kind == "F":
                         run.forward(action.microbatch)
+                    elif action.kind == "W":
+                        run.backward(action, ())
                     else:
-                        run.backward(0, action)
+                        gradients = self._stages[0].gradients_of_loss(action.microbatch)
+                        run.backward(action, gradients)
         except BaseException:
             leave_draws(draws)
             for stage in self._stages:
@@ -176,19 +174,20 @@ class ForwardEngine:
         return run.values
 
     def _start(self, run: _StepRun) -> None:
-        schedule = run.step.schedule
-        share = threads_per_lane(len(self._devices))
-        while len(self._lanes) < len(schedule.lanes) * schedule.trains:
-            self._lanes.append(_Worker(self, SimpleQueue(), f"stage-{len(self._lanes)}", share))
-        count = schedule.chunks if run.step.furthest_ahead else trips_at_once(schedule)
-        while len(self._trips) < count:
-            self._trips.append(
-                _Worker(self, self._trip_inbox, f"micro-batch-{len(self._trips)}", share)
-            )
-        for worker, lane in zip(self._lanes, run.lane_tasks, strict=False):
-            worker.inbox.put(lane)
-        for trip in run.trip_tasks:
-            self._trip_inbox.put(trip)
+        schedule, lanes = run.step.schedule, len(self._devices)
+        # while all trips that may run wait, each device may still run a backward
+        wanted = trips_at_once(run.step) + lanes * schedule.trains
+        while self._threads < wanted:
+            # a daemon thread: the interpreter must not wait for it at exit
+            threading.Thread(
+                target=_work,
+                args=(self._inbox, threads_per_lane(lanes)),
+                name=f"stages-{self._threads}",
+                daemon=True,
+            ).start()
+            weakref.finalize(self, self._inbox.put, None)
+            self._threads += 1
+        self._inbox.put(run.first)
 
 
 def threads_per_lane(lanes: int) -> int:
@@ -196,15 +195,17 @@ def threads_per_lane(lanes: int) -> int:
     return max(1, torch.get_num_threads() // lanes)
 
 
-@cache
-def trips_at_once(schedule: Schedule) -> int:
-    """Returns how many micro-batches may be in their forwards at the same time.
+def trips_at_once(step: Step) -> int:
+    """Returns how many micro-batches may be in their forwards at the same time."""
+    return step.schedule.chunks if step.furthest_ahead else _trips_at_once(step.schedule)
 
-    As many as the first stage holds, but at most two per stage: one is computed, one waits.
-    """
+
+@cache
+def _trips_at_once(schedule: Schedule) -> int:
+    # as many as the first stage holds, but at most two per stage: one is computed, one waits
     held = peak_in_flight(schedule)[0] if schedule.trains else schedule.chunks
     most = max(suspended_at_once(schedule), min(held, 2 * schedule.stages))
-    return min(schedule.chunks, most + _AHEAD)
+    return min(schedule.chunks, most)
 
 
 def suspended_at_once(schedule: Schedule) -> int:
@@ -223,6 +224,17 @@ def suspended_at_once(schedule: Schedule) -> int:
     return most
 
 
+@cache
+def kinds_of_backwards(schedule: Schedule) -> Mapping[tuple[int, int], ActionKind]:
+    """Returns, by stage and micro-batch, whether a backward is whole (`B`) or divided (`I`)."""
+    return {
+        (action.stage, action.microbatch): action.kind
+        for lane in schedule.lanes
+        for action in lane
+        if action.kind in ("B", "I")
+    }
+
+
 class _StepRun:
     """The state of one step while it runs.
 
@@ -231,9 +243,10 @@ class _StepRun:
         values: the head's values by micro-batch.
         failure: the first exception, if any.
         stopped: whether it has failed.
-        lane_tasks: the backwards of each device.
-        trip_tasks: the forwards of the micro-batches, in the order in which they begin.
+        first: the task that begins the step.
     """
+
+    first: _Task
 
     def __init__(
         self,
@@ -256,27 +269,29 @@ class _StepRun:
         self._lane_of = schedule.lane_of
         self._is_alone = activities is not None
         self._activity = activities or activity.begin_step(len(schedule.lanes))
-        if self._is_alone:
-            self._turns: list[Turns] = []
-        elif serial or step.furthest_ahead:
-            order = schedule.furthest_ahead if step.furthest_ahead else schedule.in_one_order
-            one = Turns([action for _, action in order])
-            self._turns = [one] * len(schedule.lanes)
-        else:
-            self._turns = list(map(Turns, schedule.lanes))
-        # the gradients from each stage to the one before, in the order of the micro-batches
-        self._gradients: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(schedule.stages)]
+        self._turns: list[Turns[_Task]] = []
+        self._under_way = 0  # trips in their forwards
+        self._most_under_way = trips_at_once(step)
+        self._delayed: _Task | None = None  # a trip, because so many are under way
         self._lock = threading.Lock()
-        self.lane_tasks: list[_Task] = []
-        self.trip_tasks: list[_Task] = []
+        self._left = 1  # tasks
+        self._all_ended: SimpleQueue[None] = SimpleQueue()
         if not self._is_alone:
-            first = schedule.lanes[self._lane_of[0]]
-            trips = [a.microbatch for a in first if a.kind == "F" and not a.stage]
-            lanes = range(len(schedule.lanes) * schedule.trains)
-            self.lane_tasks = [_Task(self.run_backwards, lane) for lane in lanes]
-            self.trip_tasks = [_Task(self.run_trip, microbatch) for microbatch in trips]
-        self._left = len(self.lane_tasks) + len(self.trip_tasks)
-        self._ends: SimpleQueue[None] = SimpleQueue()
+            self._kinds = kinds_of_backwards(schedule)
+            self._context = copy_context()
+            if serial or step.furthest_ahead:
+                order = schedule.furthest_ahead if step.furthest_ahead else schedule.in_one_order
+                one: Turns[_Task] = Turns([action for _, action in order])
+                self._turns = [one] * len(schedule.lanes)
+            else:
+                self._turns = [Turns(lane) for lane in schedule.lanes]
+            turns = self._turns[self._lane_of[0]]
+            for action in schedule.lanes[self._lane_of[0]]:
+                if action.kind == "F" and not action.stage:
+                    begin = self._task(self._begin_trip, action.microbatch)
+                    if turns.has_come(action, begin):
+                        self.first = begin
+        self._following: dict[int, _Task] = {}  # by the micro-batch that has just left a device
         self._starts: dict[int, Mark] = {}
         self._spans: dict[int, AbstractContextManager[object]] = {}  # in a profiler's trace
         # where values are copied, an evaluation looks for them too
@@ -288,27 +303,98 @@ class _StepRun:
             self._take = Inputs(step.source, schedule.chunks, self._model.devices[0]).take
             self._run_ahead = RunAhead(schedule, dict(enumerate(self._stages)), accelerator)
 
-    # --- forwards
+    # --- tasks
 
-    def run_trip(self, microbatch: int) -> None:
-        """Runs the forward of a micro-batch, in a thread for trips; never raises."""
-        draws = draws_here()
+    def _begin_trip(self, microbatch: int) -> _Task | None:
+        """Runs the forward of a micro-batch, and its backwards as long as it is their turn."""
+        with self._lock:
+            if self._under_way == self._most_under_way:
+                self._delayed = self._task(self._begin_trip, microbatch)
+                return None
+            self._under_way += 1
+        following = self.forward(microbatch)
+        with self._lock:
+            self._under_way -= 1
+            delayed, self._delayed = self._delayed, None
+        if delayed is not None:
+            self._hand_out(delayed)
+        if not self.step.schedule.trains:
+            return following
+        gradients = self._stages[-1].gradients_of_loss(microbatch)
+        return self._go_back(self._last, microbatch, gradients, following)
+
+    def _go_back(
+        self, stage: int, microbatch: int, gradients: Any, following: _Task | None = None
+    ) -> _Task | None:
+        """Runs the backwards of a micro-batch from a stage on, as long as it is their turn.
+
+        Args:
+            stage: the index of the stage.
+            microbatch: the index of the micro-batch.
+            gradients: the gradients from the stage after it.
+            following: what runs next on the device that this thread has left.
+
+        Returns:
+            what runs next on the last device that it has left.
+        """
+        for index in range(stage, -1, -1):
+            action = Action(self._kinds[index, microbatch], index, microbatch)
+            turns = self._turns[self._lane_of[index]]
+            if not turns.has_come(action, self._task(self._go_back, *action[1:], gradients)):
+                break
+            if following is not None:
+                self._hand_out(following)
+            gradients, following = self.backward(action, gradients)
+            if action.kind == "I":
+                rest = Action("W", index, microbatch)
+                task = self._task(self._run_rest, rest)
+                if turns.has_come(rest, task):
+                    following = task
+        return following
+
+    def _run_rest(self, action: Action) -> _Task | None:
+        """Runs the part of a backward that nothing waits for."""
+        return self.backward(action, ())[1]
+
+    def _task(self, function: Callable[..., _Task | None], *arguments: Any) -> _Task:
+        return _Task(self, function, arguments)
+
+    def _hand_out(self, task: _Task) -> None:
+        with self._lock:
+            self._left += 1
+        self._engine._inbox.put(task)
+
+    def run(
+        self, function: Callable[..., _Task | None], arguments: tuple[Any, ...]
+    ) -> _Task | None:
+        """Runs a task in this thread, and returns the next one for it; never raises."""
+        draws, following = draws_here(), None
         try:
             # without an index, a default device is the device of the stage
             kind = torch.device(self._model.devices[0].type)
             applied = self._modes.applied(kind) if any(self._modes) else None
             with applied or nullcontext(), self.step.thread_state.applied():
-                self.forward(microbatch)
+                following = function(*arguments)
         except Stopped:
             pass
         except BaseException as error:
             leave_draws(draws)
             self.abort(error)
         finally:
-            self._end()
+            if following is None:
+                with self._lock:
+                    self._left -= 1
+                    is_last = not self._left
+                if is_last:
+                    self._all_ended.put(None)
+        return following
 
-    def forward(self, microbatch: int) -> None:
-        """Runs the forward of a micro-batch through all stages."""
+    def forward(self, microbatch: int) -> _Task | None:
+        """Runs the forward of a micro-batch through all stages.
+
+        Returns:
+            what runs next on the device of the last stage.
+        """
         step, trains = self.step, self.step.schedule.trains
         trip = Trip(
             self._model,
@@ -352,6 +438,7 @@ class _StepRun:
         finally:
             if span := self._spans.pop(microbatch, None):  # of a failed forward
                 span.__exit__(None, None, None)
+        return self._following.pop(microbatch, None)
 
     def _arguments(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return arguments_of(self._model.net, self._take(microbatch))
@@ -388,51 +475,42 @@ class _StepRun:
             self._run_ahead.after(Action("F", stage, microbatch))
         if not self._is_alone:
             self._activity[lane].wait(True)  # until the next action of the lane begins
-            self._turns[lane].leave()
+            following = self._turns[lane].leave()
+            if following is None:
+                return
+            if stage == self._last:
+                self._following[microbatch] = following
+            else:  # this thread goes on to the next stage
+                self._hand_out(following)
 
     # --- backwards
 
-    def run_backwards(self, lane: int) -> None:
-        """Runs the backwards of one device, in its thread; never raises."""
-        turns, doing = self._turns[lane], self._activity[lane]
-        action: Action | None = None
-        device = self._engine._devices[lane]
-        accelerator = accelerator_of(device)
-        try:
-            if accelerator is not None:
-                accelerator.set_device(device)
-            applied = self._modes.applied(device) if any(self._modes) else None
-            with applied or nullcontext(), self.step.thread_state.applied():
-                for action in self.step.schedule.lanes[lane]:
-                    if action.kind == "F":
-                        continue  # its trip does this
-                    turns.wait(action)
-                    doing.begin(action)
-                    self.backward(lane, action)
-                    doing.wait(True)
-                    turns.leave()
-        except Stopped:
-            pass
-        except BaseException as error:
-            self.abort(error)
-        finally:
-            doing.end()
-            self._end()
+    def backward(self, action: Action, gradients: Any) -> tuple[Any, _Task | None]:
+        """Runs a backward, or a part of it, at its turn.
 
-    def backward(self, lane: int, action: Action) -> None:
-        """Runs a backward, or a part of it."""
+        Args:
+            action: the action.
+            gradients: the gradients from the stage after it, or of the loss; none for `W`.
+
+        Returns:
+            the gradients for the stage before it, and what runs next on the device.
+        """
         step, (kind, index, microbatch) = self.step, action
-        stage = self._stages[index]
-        gradients: Sequence[Tensor | None] = ()
-        if kind != "W":
-            gradients = self._receive(index, microbatch, lane)  # [4]
+        stage, lane = self._stages[index], self._lane_of[index]
+        if not self._is_alone:
+            self._activity[lane].begin(action)
+            self._activity[lane].wait(False)
+        if stage.accelerator is not None:
+            stage.accelerator.set_device(stage.device)
+        if isinstance(gradients, transfer.Transfer):
+            gradients = transfer.receive(gradients, stage.device)
         # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         start = mark(stage.device) if step.timeline else 0.0
         noting: Any = nullcontext([])
         if reduce and step.timeline and stage.reducer is not None:
             noting = stage.reducer.noting_computed(stage.device)
-        sent: list[Tensor | None] = []
+        sent: Any = ()
         try:
             with profiled(action), noting as computed:
                 if kind == "W":
@@ -447,34 +525,20 @@ class _StepRun:
             step.timeline.record(lane, action, start, end, computed[-1] if computed else None)
         if self._run_ahead is not None:
             self._run_ahead.after(action)
-        if kind != "W" and index:
-            before = self._stages[index - 1].device
-            message: Any = sent
-            if before != stage.device:
-                message = transfer.send(sent, stage.device, before, "B")
-            self._gradients[index - 1].put(message)
-
-    def _receive(self, index: int, microbatch: int, lane: int) -> Sequence[Tensor | None]:
-        stage = self._stages[index]
-        if index == self._last:
-            return stage.gradients_of_loss(microbatch)
-        queue, doing = self._gradients[index], self._activity[lane]
-        doing.wait(True)
-        message = queue.get()
-        doing.wait(False)
-        if message is None or self.stopped:
-            raise Stopped
-        if isinstance(message, transfer.Transfer):
-            message = transfer.receive(message, stage.device)
-        return message  # type: ignore[no-any-return]
+        if kind != "W" and index and self._stages[index - 1].device != stage.device:
+            sent = transfer.send(sent, stage.device, self._stages[index - 1].device, "B")
+        if not self._is_alone:
+            self._activity[lane].wait(True)  # until the next action of the lane begins
+            return sent, self._turns[lane].leave()
+        return sent, None
 
     # --- the end
 
     def join(self) -> None:
-        """Waits until every thread has ended its part; after a second signal it does not wait."""
+        """Waits until every task has ended; after a second signal it does not wait."""
         while self._left:
             try:
-                self._ends.get(timeout=_LONGEST_WAIT_S)
+                self._all_ended.get(timeout=_LONGEST_WAIT_S)
             except Empty:
                 continue
             except BaseException as interrupt:
@@ -494,13 +558,6 @@ class _StepRun:
             self.stopped = True
         for turns in self._turns:
             turns.stop()
-        for queue in self._gradients:
-            queue.put(None)
-
-    def _end(self) -> None:
-        with self._lock:
-            self._left -= 1
-        self._ends.put(None)
 
 
 def arguments_of(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -512,44 +569,33 @@ def arguments_of(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str
 
 
 class _Task:
-    """A call in a copy of the caller's context, for a worker; a second run does nothing.
+    """A call in a copy of the caller's context, for a thread; a second run does nothing.
 
-    So an interrupted caller, which does not know what it has handed out, may hand out all again.
+    So an interrupted caller, which does not know what it has handed out, may hand it out again.
     """
 
-    def __init__(self, function: Callable[[int], None], argument: int) -> None:
-        self._context, self._function, self._argument = copy_context(), function, argument
-        self._once = threading.Lock()
-
-    def __call__(self) -> None:
-        if self._once.acquire(blocking=False):
-            self._context.run(self._function, self._argument)
-
-
-class _Worker:
-    """A thread that runs the functions in its inbox."""
+    __slots__ = ("_arguments", "_function", "_once", "_run")
 
     def __init__(
-        self,
-        owner: ForwardEngine,
-        inbox: SimpleQueue[Callable[[], None] | None],
-        name: str,
-        intra_op_threads: int,
+        self, run: _StepRun, function: Callable[..., _Task | None], arguments: tuple[Any, ...]
     ) -> None:
-        self.inbox = inbox
-        # a daemon thread: the interpreter must not wait for it at exit
-        threading.Thread(
-            target=_work, args=(inbox, intra_op_threads), name=name, daemon=True
-        ).start()
-        weakref.finalize(owner, inbox.put, None)
+        self._run, self._function, self._arguments = run, function, arguments
+        self._once = threading.Lock()
+
+    def __call__(self) -> _Task | None:
+        if not self._once.acquire(blocking=False):
+            return None
+        context = self._run._context.copy()
+        return context.run(self._run.run, self._function, self._arguments)
 
 
-def _work(inbox: SimpleQueue[Callable[[], None] | None], intra_op_threads: int) -> None:
+def _work(inbox: SimpleQueue[_Task | None], intra_op_threads: int) -> None:
+    """Runs the tasks in an inbox until one is None; the body of a thread."""
     torch.set_num_threads(intra_op_threads)
     # For an autocast of the forward itself. The cache of cast weights is one for all threads, so
     # another micro-batch would clear it, and change at random which gradients are added up before
     # the cast.
     torch.set_autocast_cache_enabled(False)
-    while (run := inbox.get()) is not None:
-        run()
-        del run  # or this frame would keep the step's activations until the next one
+    while (task := inbox.get()) is not None:
+        while task is not None:
+            task = task()  # without a reference, which would keep the step's activations

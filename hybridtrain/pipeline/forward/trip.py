@@ -194,6 +194,7 @@ class Trip:
         self._hold = hold
         self._learns = learns
         self.glue = Glue(self)
+        self._glue_is_on = False  # on the stack of function modes, but while a layer runs
         self._calls: dict[int, int] = {}  # of each layer so far
         self._starts: list[int] = []  # the first node number of each stage so far
         # of tensors whose node does not say it, other than parameters: stage and tensor
@@ -231,8 +232,6 @@ class Trip:
             self._starts.append(next_node_number())
             self.is_in_forward = True
             with context:
-                if self._last:
-                    push_function_mode(self.glue)
                 try:
                     with self.draws:
                         self.draws.enter_stage()
@@ -241,6 +240,8 @@ class Trip:
                         del args, kwargs
                         self.enter(self._last)
                         self.draws.leave_stage()
+                    if self._last and not self._glue_is_on:
+                        self._push_glue()
                     # outside of the model's draws: a loss may draw in threads that it starts
                     self._head = head(output)
                     del output
@@ -248,7 +249,7 @@ class Trip:
                     if self._cuts and root is not None:
                         self._head = self._head._replace(root=self.cut(root))
                 finally:
-                    if self._last:
+                    if self._glue_is_on:
                         pop_function_mode(self.glue)
             self.is_in_forward = False
             self._check_changes()
@@ -314,8 +315,9 @@ class Trip:
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer in its stage, on its own names of the values that it gets."""
         glue = self.glue
-        # off the stack while a layer runs, or each of its operations would pass through it
-        is_popped = self._last > 0 and pop_function_mode(glue)
+        # Off the stack while a layer runs, or each of its operations would pass through it. The first
+        # stage has no values of earlier ones.
+        is_popped = pop_function_mode(glue) if self._glue_is_on else True
         was_off, glue.is_off = glue.is_off, True
         try:
             if place.stage != self.stage:
@@ -333,8 +335,12 @@ class Trip:
                 self.layer = None
         finally:
             glue.is_off = was_off
-            if is_popped:
-                push_function_mode(glue)
+            if is_popped and self.stage:
+                self._push_glue()
+
+    def _push_glue(self) -> None:
+        push_function_mode(self.glue)
+        self._glue_is_on = True
 
     def _arguments(self, place: LayerPlace, values: Iterable[Any]) -> tuple[Any, ...]:
         """Returns arguments of a layer, with this stage's own names of tensors in them.

@@ -1,20 +1,24 @@
 """The turns of one device: its actions pass one at a time, in the order of its lane.
 
     lane          F0@0     F1@0     B0@0     F2@0 ...
-    trip 0        [2]      -> F0@1
-    trip 1        [1]...   [2]      -> F1@1
-    device        [1]................[2]      [3]
+    trip 0        [1] F0@0 [3]
+    trip 1        [2]......F1@0 [3]
+    a worker                        [4] B0@0 [3]
 
-[1] Whoever runs an action waits for its turn, [2] runs it, and [3] passes the turn on. Each action
-has a lock of its own, so that only the thread with the next action wakes.
+An action begins at once if it is its turn [1]. Otherwise a forward that has begun waits in its
+thread [2], because Python cannot leave a function and take it up elsewhere. Other actions are put
+down, and whoever passes the turn on [3] runs them next, or hands them to a free thread [4].
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from hybridtrain.schedule import Action
+
+T = TypeVar("T")
 
 
 class Stopped(BaseException):
@@ -24,7 +28,7 @@ class Stopped(BaseException):
     """
 
 
-class Turns:
+class Turns(Generic[T]):
     """The turns of a device in one step.
 
     Args:
@@ -35,9 +39,9 @@ class Turns:
         self._actions = actions
         self._next = 0
         self._stopped = False
-        self._locks = {action: threading.Lock() for action in actions}
-        for action in actions[1:]:
-            self._locks[action].acquire()
+        self._mutex = threading.Lock()
+        self._waiting: dict[Action, threading.Lock] = {}
+        self._put_down: dict[Action, T] = {}
 
     def wait(self, action: Action) -> None:
         """Waits until the actions before `action` have passed.
@@ -45,26 +49,56 @@ class Turns:
         Raises:
             Stopped: the step has failed.
         """
-        if not self._stopped:
-            self._locks[action].acquire()
+        with self._mutex:
+            if self._stopped:
+                raise Stopped
+            if self._actions[self._next] == action:
+                return
+            turn = self._waiting[action] = threading.Lock()  # so that only its thread wakes
+            turn.acquire()
+        turn.acquire()
         if self._stopped:
             raise Stopped
 
-    def leave(self) -> None:
-        """Passes the turn on to the next action."""
-        self._next += 1
-        if self._next < len(self._actions):
-            try:
-                self._locks[self._actions[self._next]].release()
-            except RuntimeError as error:  # `stop` has released it
-                raise Stopped from error
+    def has_come(self, action: Action, task: T) -> bool:
+        """Returns whether it is the turn of `action`; if not, puts down `task` until it is.
+
+        Raises:
+            Stopped: the step has failed.
+        """
+        with self._mutex:
+            if self._stopped:
+                raise Stopped
+            if self._actions[self._next] == action:
+                return True
+            self._put_down[action] = task
+            return False
+
+    def leave(self) -> T | None:
+        """Passes the turn on to the next action; returns its task if that was put down.
+
+        Raises:
+            Stopped: the step has failed.
+        """
+        with self._mutex:
+            if self._stopped:
+                raise Stopped
+            self._next += 1
+            if self._next == len(self._actions):
+                return None
+            action = self._actions[self._next]
+            turn = self._waiting.pop(action, None)
+            task = self._put_down.pop(action, None)
+        if turn is not None:
+            turn.release()
+        return task
 
     def stop(self) -> None:
         """Ends all waits, present and future."""
-        self._stopped = True  # before a thread wakes, which then sees it
-        for lock in self._locks.values():
-            if lock.locked():
-                try:
-                    lock.release()
-                except RuntimeError:  # released meanwhile by `leave`
-                    continue
+        with self._mutex:
+            self._stopped = True
+            turns = list(self._waiting.values())
+            self._waiting.clear()
+            self._put_down.clear()
+        for turn in turns:
+            turn.release()

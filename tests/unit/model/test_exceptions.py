@@ -264,18 +264,14 @@ def test_ctrl_c_stops_the_step_after_the_action_that_runs(nb_part, ends_the_wait
     assert_trains_as_a_copy(model, inputs, targets)
 
 
-@pytest.mark.parametrize("handed_out", [0, 1])
-def test_an_interrupt_while_a_step_is_handed_out_lets_the_next_step_run(handed_out):
+def test_an_interrupt_while_a_step_is_handed_out_lets_the_next_step_run():
     model = two_layers(2)
     inputs, targets = floats(8, 4), floats(8, 2)
-    puts = []
 
     def interrupt(frame, event, function):  # sees the calls of the main thread only
         if event == "c_call" and function.__name__ == "put":
-            puts.append(function)
-            if len(puts) > handed_out:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
+            sys.setprofile(None)
+            raise KeyboardInterrupt
 
     gc.collect()  # or threads of an earlier model get a last message
     sys.setprofile(interrupt)
@@ -332,9 +328,8 @@ def test_a_model_that_is_dropped_leaves_no_thread():
     with model.without_self_check():
         model.train_step(torch.randn(4, 4), torch.randn(4, 2), F.mse_loss)
     new = set(threading.enumerate()) - before
-    workers = {each for each in new if each.name.startswith(("stage-", "micro-batch-"))}
-    assert sum(thread.name.startswith("stage-") for thread in workers) == 2
-    assert sum(thread.name.startswith("micro-batch-") for thread in workers) == 2
+    workers = {each for each in new if each.name.startswith("stages-")}
+    assert len(workers) == 4  # for two micro-batches in their forwards, and a backward per device
     del model
     gc.collect()
     for worker in workers:
