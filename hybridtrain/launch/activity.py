@@ -53,18 +53,20 @@ class LaneActivity:
 
     Attributes:
         action: the action (kind, stage, micro-batch) that is running; None between steps.
+        thread: the identifier of the thread that runs it, or has run the last one.
         waiting: True while the action waits for a message from another stage.
     """
 
-    __slots__ = ("action", "waiting")
+    __slots__ = ("action", "thread", "waiting")
 
     def __init__(self) -> None:
         self.action: Action | None = None
+        self.thread = 0
         self.waiting = False
 
     def begin(self, action: Action) -> None:
-        """Records that the lane executes `action`."""
-        self.action = action
+        """Records that the lane executes `action`, in this thread."""
+        self.action, self.thread = action, threading.get_ident()
 
     def wait(self, waiting: bool) -> None:
         """Records that the lane begins or ends waiting for another lane."""

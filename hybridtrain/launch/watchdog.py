@@ -57,7 +57,10 @@ _STDLIB = Path(threading.__file__).parent
 # An innermost frame in these files is waiting for another process, or for a thread that is examined
 # separately.
 _WAITS = (
-    *(str(_LIBRARY / name) for name in ("world.py", "launch", "pipeline/engines")),
+    *(
+        str(_LIBRARY / name)
+        for name in ("world.py", "launch", "pipeline/engines", "pipeline/forward/turns.py")
+    ),
     str(_TORCH / "distributed"),
 )
 # An innermost frame here may wait: a backward ends with an all-reduce that has no Python frame.
@@ -87,18 +90,16 @@ def report(activity: Activity) -> Report:
     best: tuple[int, str, FrameType | None] = (0, "", None)
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
-        if frame is None or not (thread is main or thread.name.startswith("stage-")):
+        lanes = [lane for lane in activity.lanes if lane.thread == thread.ident]
+        actions = [lane.action for lane in lanes if lane.action]
+        if frame is None or not (thread is main or actions):
             continue
-        blame, lane = _blame(frame), _lane_of(thread, frame)
-        action = ""
-        if lane is not None and lane < len(activity.lanes):
-            record = activity.lanes[lane]
-            if record.waiting:
-                blame = 0
-            if record.action is not None:
-                action = describe(record.action)
-        elif thread is not main:
-            blame = 0  # the device has finished its actions
+        blame, action = _blame(frame), ""
+        if actions:
+            # a thread that waits for another device still is the last one of those that it has left
+            busy = [lane.action for lane in lanes if lane.action and not lane.waiting]
+            blame = blame if busy else 0
+            action = describe((busy or actions)[0])
         if best[2] is None or (blame, bool(action)) > (best[0], bool(best[1])):
             best = blame, action, frame
     blame, action, innermost = best
@@ -146,14 +147,6 @@ def _blame(frame: FrameType) -> int:
     if path.startswith(_WAITS):
         return 0
     return 1 if path.startswith(_MAY_WAIT) else 2
-
-
-def _lane_of(thread: threading.Thread, frame: FrameType) -> int | None:
-    """Returns the activity of the device whose actions a thread executes, or None."""
-    running = any(inner.f_code.co_name == "run_actions" for inner in _frames(frame))
-    if not running:
-        return None
-    return int(thread.name[6:]) if thread.name.startswith("stage-") else 0
 
 
 def _user_frame(frame: FrameType | None) -> str:

@@ -315,8 +315,8 @@ class Trip:
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer in its stage, on its own names of the values that it gets."""
         glue = self.glue
-        # Off the stack while a layer runs, or each of its operations would pass through it. The first
-        # stage has no values of earlier ones.
+        # Off the stack while a layer runs, or each of its operations would pass through it. The
+        # first stage does without, because it has no values of earlier ones.
         is_popped = pop_function_mode(glue) if self._glue_is_on else True
         was_off, glue.is_off = glue.is_off, True
         try:
