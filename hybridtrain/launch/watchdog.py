@@ -59,7 +59,13 @@ _STDLIB = Path(threading.__file__).parent
 _WAITS = (
     *(
         str(_LIBRARY / name)
-        for name in ("world.py", "launch", "pipeline/engines", "pipeline/forward/turns.py")
+        for name in (
+            "world.py",
+            "launch",
+            "pipeline/engines",
+            "pipeline/forward/engine.py",
+            "pipeline/forward/turns.py",
+        )
     ),
     str(_TORCH / "distributed"),
 )
