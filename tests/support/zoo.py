@@ -1,12 +1,12 @@
 """Models that others wrote, verified in stages.
 
-`scripts/zoo.py` verifies all of them, and `tests/unit/graph/test_zoo.py` a few.
+`scripts/zoo.py` verifies all of them, and `tests/unit/pipeline/test_zoo.py` a few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hybridtrain import HybridModel, Verification, World, verify
-from hybridtrain.graph import Segment
 
 # How many samples of the batch each of the two micro-batches has.
 SAMPLES = (3, 2)
@@ -58,28 +57,47 @@ def torchvision_case(name: str, size: int | None = None, **options: Any) -> Case
 
 
 # The models of transformers, and what their configurations name differently from `TINY`, or need
-# in addition.
+# in addition. Everything else has its default: caches, attention kernels, dropout.
 _GROUPED = {"num_key_value_heads": 2}
 _IMAGES = {"image_size": 32, "patch_size": 8}
 _STEPS = {"image_size": 32, "hidden_sizes": [16, 32], "depths": [2, 2]}
+_SPEECH = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": LENGTH, "pad_token_id": 0}
+_ROUTERS = {"num_local_experts": 4, "output_router_logits": True}
+_LOCAL = {"attention_head_size": 8, "feed_forward_size": 64, "is_decoder": True}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"bos_token_id": 1, "eos_token_id": 2},
     "OPTForCausalLM": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "LlamaForCausalLM": _GROUPED,
     "MistralForCausalLM": _GROUPED,
-    "MixtralForCausalLM": _GROUPED | {"num_local_experts": 4},
+    "MixtralForCausalLM": _GROUPED | _ROUTERS,
     "Qwen2ForCausalLM": _GROUPED,
+    "Qwen3ForCausalLM": _GROUPED | {"head_dim": 8},
     "GemmaForCausalLM": _GROUPED | {"head_dim": 8},
+    "Gemma2ForCausalLM": _GROUPED | {"head_dim": 8},
+    "Gemma3ForCausalLM": _GROUPED | {"head_dim": 8},
+    "RecurrentGemmaForCausalLM": {"head_dim": 8, "lru_width": 32, "attention_window_size": 8},
     "Phi3ForCausalLM": _GROUPED | {"pad_token_id": 0},
     "GPTNeoXForCausalLM": {},
     "BloomForCausalLM": {"n_head": 4},
     "MambaForCausalLM": {"state_size": 8},
+    "ReformerModelWithLMHead": _LOCAL | {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [8, 24]},
     "BertForSequenceClassification": {},
     "RobertaForSequenceClassification": {},
     "DistilBertForSequenceClassification": {"hidden_dim": 64},
     "DebertaV2ForSequenceClassification": {},
     "AlbertForSequenceClassification": {"embedding_size": 16},
     "T5ForConditionalGeneration": {"d_ff": 64, "d_kv": 8},
+    "WhisperForConditionalGeneration": _SPEECH
+    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "decoder_layers": 2}
+    | {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
+    "MimiModel": {
+        "num_key_value_heads": 4,
+        "num_filters": 4,
+        "upsampling_ratios": [4, 2],
+        "upsample_groups": 32,
+    }
+    | {"codebook_size": 16, "codebook_dim": 8, "vector_quantization_hidden_dimension": 8}
+    | {"num_quantizers": 2, "head_dim": 8, "sampling_rate": 800, "frame_rate": 50.0},
     "ViTForImageClassification": _IMAGES,
     "Dinov2ForImageClassification": _IMAGES,
     "ResNetForImageClassification": _STEPS | {"embedding_size": 16, "layer_type": "basic"},
@@ -89,21 +107,21 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "depths": [1, 1, 1, 1],
     },
 }
-TRANSFORMERS = tuple(_OPTIONS)
+_LORA = "LlamaForCausalLM with LoRA"
+TRANSFORMERS = (*_OPTIONS, _LORA)
 
 
 def transformers_case(name: str, layers: int = 4) -> Case:
     """Returns a model of transformers with `layers` layers, and keyword arguments for it."""
     import transformers
 
+    if name == _LORA:
+        return _with_lora(transformers_case("LlamaForCausalLM", layers))
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     options = {"num_labels": CLASSES} if "Classification" in name else {}
     config = kind.config_class(**TINY | options | _OPTIONS[name], num_hidden_layers=layers)
     net = kind(config)
-    for module in net.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False  # of keys and values, for generation
     samples = sum(SAMPLES)
     if "Image" in name:
         size = config.image_size
@@ -112,11 +130,27 @@ def transformers_case(name: str, layers: int = 4) -> Case:
             {"pixel_values": torch.randn(samples, 3, size, size)},
             torch.randint(CLASSES, (samples,)),
         )
+    if name == "MimiModel":
+        sound = torch.randn(samples, 1, 128)
+        return Case(net, {"input_values": sound}, sound)
     inputs = _sentences()
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = _sentences()["input_ids"]
+    if name.startswith("Whisper"):
+        inputs = {
+            "input_features": torch.randn(samples, config.num_mel_bins, 2 * LENGTH),
+            "decoder_input_ids": inputs["decoder_input_ids"],
+        }
     shape = (samples,) if "Classification" in name else (samples, LENGTH)
     return Case(net, inputs, torch.randint(CLASSES, shape))
+
+
+def _with_lora(case: Case) -> Case:
+    """Returns the case with PEFT's LoRA around the model, its default dropout and frozen base."""
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    return replace(case, net=peft.get_peft_model(case.net, config))
 
 
 def _sentences() -> dict[str, Tensor]:
@@ -130,12 +164,18 @@ def _sentences() -> dict[str, Tensor]:
 
 
 def loss_fn(output: Any, targets: Tensor) -> Tensor:
-    """Returns the cross entropy; that of auxiliary outputs counts 0.3."""
+    """Returns the cross entropy, or for sounds the squared error.
+
+    That of auxiliary outputs counts 0.3, and so does a loss of routers.
+    """
+    if targets.is_floating_point():
+        return F.mse_loss(output.audio_values, targets)
     main, *others = _logits(output)
     loss = F.cross_entropy(main.flatten(0, -2), targets.flatten())
     for other in others:
         loss = loss + 0.3 * F.cross_entropy(other, targets)
-    return loss
+    routers = getattr(output, "aux_loss", None)
+    return loss if routers is None else loss + 0.3 * routers
 
 
 def _logits(output: Any) -> list[Tensor]:
@@ -163,14 +203,6 @@ def verified(model: HybridModel, case: Case, times: int = 2) -> Verification:
     whole = (case.inputs, case.targets)
     batches = [tree_map(lambda x, by=by: x.roll(by, 0), whole) for by in range(times)]
     return verify(model, batches, loss_fn)
-
-
-def traced_by(model: HybridModel) -> str:
-    """Returns how the layers of `model` were found."""
-    first = model.stages[0].layers[0].module
-    if not isinstance(first, Segment) or first.signature is None:
-        return "chain"
-    return "torch.export" if first.takes_leaves else "torch.fx"
 
 
 def shares(model: HybridModel) -> Sequence[float]:
