@@ -93,8 +93,8 @@ class PipelineOptions:
     counts, cut points, layer names or name patterns."""
     recompute: RecomputeSpec = "never"
     """Activations to recompute in the backward pass instead of storing them: `never`; `always`
-    (whole stages); `except_last` (whole stages, for all micro-batches but the last); every kth
-    layer with `{every: k}`; or a list of layer names."""
+    (all layers); `except_last` (all layers, for all micro-batches but the last); every kth layer
+    with `{every: k}`; or a list of layer names."""
     stages_per_device: int = 1
     """Stages per device; more than one interleaves 1F1B. `zb-h1` needs 1; `zb-v`, `v-half` and
     `v-min` need 2."""

@@ -164,9 +164,9 @@ class WorldConfig(Group):
     """The processes and their devices."""
 
     engine: str = "local"
-    """How processes run the stages of a replica: `local`, one process with a thread per device;
-    `distributed`, `pipeline.nb_part` processes with one device each; `forward`, one process that
-    runs the model's own forward instead of a trace (new, on CPUs or a single GPU)."""
+    """How processes run the stages of a replica: `local`, one process with all devices, which runs
+    the model's own forward; `distributed`, `pipeline.nb_part` processes with one device each, which
+    trace the model."""
     inner: str = "pp"
     """With `distributed`, the processes that get consecutive ranks: `pp`, the stages of one
     pipeline, which keeps pipelines within a node; `dp`, the replicas of one stage."""
