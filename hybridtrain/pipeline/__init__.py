@@ -39,7 +39,6 @@ from hybridtrain.pipeline.engines.processes import messages_of
 from hybridtrain.pipeline.forward import (
     ForwardStage,
     for_other_thread,
-    from_other_thread,
     threads_per_lane,
 )
 from hybridtrain.pipeline.layer_rng import (
@@ -75,7 +74,6 @@ __all__ = [
     "construct_own_stages",
     "default_generator_lock",
     "for_other_thread",
-    "from_other_thread",
     "measured_ms",
     "message_formats",
     "messages_of",

@@ -100,11 +100,14 @@ INSIDE = """
     observe.pictures unit/partitioning/test_plan_picture.py unit/pipeline/test_timeline.py
     observe.timeline unit/pipeline/test_timeline.py
     # partitioning: the parts of a plan: costs, cuts, objectives
+    partitioning.measurements unit/partitioning/test_planner.py
+    partitioning.measurements unit/partitioning/test_estimates.py
+    partitioning.measurements unit/partitioning/test_cost_table.py
+    partitioning.measurements unit/loop/test_profiler.py
+    partitioning.measurements unit/launch/test_gpu_faults.py
     partitioning.cost_table unit/partitioning/test_cost_table.py
-    partitioning.costs unit/graph/test_no_trace.py unit/launch/test_gpu_faults.py
-    partitioning.costs unit/loop/test_profiler.py unit/partitioning/test_cost_table.py
-    partitioning.costs unit/partitioning/test_costs.py unit/partitioning/test_estimates.py
-    partitioning.costs unit/partitioning/test_planner.py
+    partitioning.costs unit/graph/test_no_trace.py
+    partitioning.costs unit/partitioning/test_costs.py
     partitioning.cut_search unit/partitioning/test_balance.py
     partitioning.estimates unit/loop/test_profiler.py unit/partitioning/test_estimates.py
     partitioning.estimates unit/price/test_pricing.py
@@ -113,18 +116,16 @@ INSIDE = """
     partitioning.plan unit/partitioning/test_plan.py
     partitioning.planner unit/graph/test_no_trace.py
     # pipeline: the parts of a stage: messages, routes, random numbers, backward in parts
-    pipeline.engines.actions unit/model/test_exceptions.py
+    pipeline.forward.stage unit/pipeline/test_split_backward.py
+    pipeline.engines.inline unit/pipeline/test_skips.py
     pipeline.engines.processes unit/pipeline/test_order_of_messages.py
     pipeline.engines.processes unit/pipeline/test_stand_in_nccl.py
-    pipeline.engines.threads unit/pipeline/test_skips.py
     pipeline.layer_rng support/matrix.py unit/launch/test_gpu_faults.py
-    pipeline.layer_rng unit/pipeline/test_layer_rng.py
     pipeline.layer_state unit/pipeline/test_layer_state.py
     pipeline.links unit/pipeline/test_skips.py
     pipeline.messages unit/pipeline/test_messages.py unit/pipeline/test_order_of_messages.py
     pipeline.messages unit/pipeline/test_stand_in_nccl.py
     pipeline.model_watch unit/model/test_changed_model.py
-    pipeline.pipeline unit/launch/test_gpu_faults.py
     pipeline.recomputation_proof unit/pipeline/test_layer_state.py
     pipeline.recomputation_proof unit/pipeline/test_stand_in_gpus.py
     pipeline.recomputation_proof unit/step/test_optimizer_step.py
@@ -132,7 +133,6 @@ INSIDE = """
     pipeline.replicas unit/pipeline/test_replicas.py
     pipeline.point_to_point unit/pipeline/test_point_to_point.py
     pipeline.split_backward unit/pipeline/test_split_backward.py unit/test_emulated_devices.py
-    pipeline.stage unit/pipeline/test_split_backward.py
     pipeline.ties unit/pipeline/test_placement.py unit/pipeline/test_stand_in_nccl.py
     pipeline.timeline distributed/workers/across_processes.py unit/pipeline/test_timeline.py
     pipeline.transfer support/fake_gpus.py support/stand_in_gpus.py
@@ -163,6 +163,7 @@ INSIDE = """
     step.non_finite unit/step/test_not_a_number.py
     step.optimizer_step unit/step/test_optimizer_check.py
     # verification: the state of Python that a check puts back
+    verification.forward_check unit/verification/test_self_check.py
     verification.python_state unit/verification/test_self_check.py
     verification.self_check unit/verification/test_self_check.py
 """

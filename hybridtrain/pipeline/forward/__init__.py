@@ -13,13 +13,12 @@ build      places layers on devices, and connects all of this
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine
 from hybridtrain.pipeline.forward.engine import threads_per_lane
 from hybridtrain.pipeline.forward.stage import ForwardStage
-from hybridtrain.pipeline.forward.trip import for_other_thread, from_other_thread
+from hybridtrain.pipeline.forward.trip import for_other_thread
 
 __all__ = [
     "ForwardStage",
     "build_forward_stages",
     "for_other_thread",
     "forward_engine",
-    "from_other_thread",
     "threads_per_lane",
 ]

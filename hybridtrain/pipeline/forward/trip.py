@@ -30,7 +30,7 @@ from hybridtrain._base.torch_private import (
     push_function_mode,
 )
 from hybridtrain.errors import SplitError
-from hybridtrain.pipeline.boundary import edge_of
+from hybridtrain.pipeline.boundary import edge_of, nodes_from
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import (
     GRADIENT_OVER_CUT,
@@ -204,6 +204,7 @@ class Trip:
         # the last stage that has changed the memory of an earlier stage in place, by `storage_id`
         self._changed: dict[int, int] = {}
         self._head: HeadOutput | None = None
+        self._is_in_head = False
 
     # --- the forward
 
@@ -243,6 +244,7 @@ class Trip:
                     if self._last and not self._glue_is_on:
                         self._push_glue()
                     # outside of the model's draws: a loss may draw in threads that it starts
+                    self._is_in_head = True
                     self._head = head(output)
                     del output
                     value, root = self._head.value, self._head.root
@@ -415,6 +417,9 @@ class Trip:
             return self._on_device(tensor) if self._model.moves else tensor
         if not self._is_earlier(tensor):
             return tensor
+        if self._is_in_head and tensor.grad_fn is not None and self._is_of_head(tensor):
+            self.note_own(tensor)
+            return tensor
         if self.layer is not None:
             self._model.look_inside.add(self.layer.number)
         with self.glue.off():
@@ -454,6 +459,12 @@ class Trip:
                 f"{self.stage}, but the parameter belongs to stage {self._stage_of(tensor)}, which "
                 "runs at the same time: set the hook once, before the training"
             )
+
+    def _is_of_head(self, tensor: Tensor) -> bool:
+        """Returns whether the head has made a tensor in a thread of its own, which numbers nodes by
+        itself: then its graph leads to values that the last stage has taken."""
+        taken = {alias.node for alias in self._aliases[self.stage].values()}
+        return any(node in taken for node in nodes_from([tensor]))
 
     def with_whole_gradient(self, tensor: Tensor) -> Tensor:
         """Returns the name of a tensor whose node gets the gradients of all stages.
@@ -657,9 +668,3 @@ def for_other_thread(output: Any) -> Any:
     Its tensors are the last stage's own names, because the glue does not see that thread.
     """
     return output if here.trip is None else here.trip.cut_all((output,))[0]
-
-
-def from_other_thread(values: Any) -> None:
-    """Notes what a head has made in another thread, which numbers nodes by itself."""
-    if here.trip is not None:
-        here.trip.note_own(values)

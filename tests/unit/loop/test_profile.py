@@ -36,11 +36,11 @@ def test_a_trace_has_actions_and_layers_by_name_and_the_operations_of_all_thread
     for action in ("F0@0", "F1@0", "F0@1", "F1@1", "B0@0", "B1@1"):
         assert names.count(action) == 2
     assert names.count("0") == names.count("1") == 4  # layers, two micro-batches of two steps
-    by_stage = {event["tid"] for event in found if event["name"] in ("F0@0", "F0@1")}
+    forwards = {event["tid"] for event in found if event["name"][0] == "F"}
     products = [event for event in found if event["name"] == "aten::addmm"]
     assert len(products) == 8
-    assert {event["tid"] for event in products} == by_stage
-    assert len(by_stage) == 2
+    assert {event["tid"] for event in products} == forwards
+    assert len(forwards) > 1
 
 
 def test_a_run_that_ends_early_has_the_trace_of_what_there_was(tmp_path):

@@ -8,9 +8,10 @@ from support.compare import assert_same_gradients, hybrid
 from torch import nn
 from torch.nn import functional as F
 
+from hybridtrain import World
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import EvalLoader, InMemoryDataset, TrainLoader, already_batched
-from hybridtrain.errors import ConfigError, SplitError
+from hybridtrain.errors import ConfigError, NotExactError, SplitError
 from hybridtrain.loop import Trainer, evaluate
 from hybridtrain.options import LoaderOptions
 
@@ -187,13 +188,23 @@ class Product(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_buffer_that_crosses_a_cut_has_the_value_of_its_micro_batch(schedule):
+@pytest.mark.parametrize("means", ["traced", "forward"])
+def test_a_buffer_that_crosses_a_cut_has_the_value_of_its_micro_batch_or_is_refused(
+    means, schedule, monkeypatch
+):
     torch.manual_seed(0)
     net = nn.Sequential(RunningSum(), Product())
     plain = copy.deepcopy(net)
     for inputs, targets in zip(*(whole.chunk(4) for whole in batch()), strict=True):
         (F.mse_loss(plain(inputs), targets) / 4).backward()
-    hybrid(net, 2, chunks=4, schedule=schedule).train_step(*batch(), F.mse_loss)
+    if means == "traced":
+        monkeypatch.setattr(World, "runs_forward", False)
+    model = hybrid(net, 2, chunks=4, schedule=schedule)
+    if means == "forward":
+        with pytest.raises(NotExactError, match="the first layer with a different output is '1'"):
+            model.train_step(*batch(), F.mse_loss)
+        return
+    model.train_step(*batch(), F.mse_loss)
     assert_same_gradients(net, plain)
 
 
