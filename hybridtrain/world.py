@@ -414,6 +414,18 @@ class World:
         ranks = [self.rank_of(replica, pipeline_rank) for replica in range(self.data_parallel_size)]
         return _new_group(self.backend, timedelta(seconds=self.timeout_s), ranks)
 
+    def new_group_like(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Creates another group of the members of `group`, which call it together."""
+        return cast(
+            dist.ProcessGroup,
+            dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend=self.backend,
+                timeout=timedelta(seconds=self.timeout_s),
+                use_local_synchronization=True,
+            ),
+        )
+
     def saving_group(self, wait: Callable[[], None]) -> dist.ProcessGroup:
         """Returns a group of all processes for saves, which may run in a background thread.
 

@@ -191,9 +191,11 @@ class StageReducer:
     def begin_step(self) -> None:
         """Prepares a step that reduces the gradients; a collective call, stage by stage."""
         if self._has_failed:
-            # An all-reduce of the failed backward may still write into the buckets, while a process
-            # that has failed later has not joined it yet.
+            # An all-reduce that the failed step has begun may still wait for a process that has
+            # failed before it: it would write into these buckets, or take part in the next one.
             self._has_failed = False
+            self._group = self._world.new_group_like(self._group)
+            use_in_sync_batch_norms(self._module, self._group)
             self.build()
         elif self._ddp is not None:
             private.ddp_rebuild_buckets(self._ddp)

@@ -106,7 +106,7 @@ INSIDE = """
     partitioning.measurements unit/loop/test_profiler.py
     partitioning.measurements unit/launch/test_gpu_faults.py
     partitioning.cost_table unit/partitioning/test_cost_table.py
-    partitioning.costs unit/graph/test_no_trace.py
+
     partitioning.costs unit/partitioning/test_costs.py
     partitioning.cut_search unit/partitioning/test_balance.py
     partitioning.estimates unit/loop/test_profiler.py unit/partitioning/test_estimates.py

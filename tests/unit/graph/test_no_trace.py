@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridtrain.errors import ConfigError
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import StageOwners, costs, plan, planner
+from hybridtrain.partitioning import StageOwners, plan, planner
 
 WIDTH = 6
 MEASURED = [
@@ -30,8 +30,6 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
     monkeypatch.setattr(planner, "CAREFUL_SECONDS", 0.0)
-    monkeypatch.setattr(costs, "SLOW_MS", 0.0)
-    monkeypatch.setattr(costs, "FIRST_PASS_BUDGET_S", 0.0)
     torch.manual_seed(0)
 
 
