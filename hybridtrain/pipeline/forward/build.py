@@ -44,16 +44,15 @@ def build_forward_stages(
     if options.compile:
         prepare_compiler(len(layers), static)
     owner = owners_of(planned, net)
+    uses = [{id(p) for layer in part for p in layer.module.parameters()} for part in parts]
     # parameters that the code of their first stage uses, and no layer of it has
     of_code: list[list[nn.Parameter]] = [[] for _ in parts]
     for parameter in net.parameters():
         home = owner[id(parameter)]
-        of_layers = (p for layer in parts[home] for p in layer.module.parameters())
-        if all(parameter is not p for p in of_layers):
+        if id(parameter) not in uses[home]:
             of_code[home].append(parameter)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     in_place = policy.is_active and any(works_in_place(layer.module) for layer in layers)
-    uses = [{id(p) for layer in part for p in layer.module.parameters()} for part in parts]
     tied = frozenset(number for number in names if sum(number in of_stage for of_stage in uses) > 1)
     placed: dict[int, tuple[Tensor, Tensor] | None] = {}
     stages: list[ForwardStage] = []
