@@ -7,6 +7,7 @@ import collections
 import gc
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import numpy
@@ -15,9 +16,13 @@ import torch
 from hypothesis import settings
 from support.browser import browser_page  # noqa: F401
 from support.launch import logging_as_before
+from tqdm import tqdm
 
 from hybridtrain import World
 from hybridtrain.schedule import registry
+
+# Its default lock is shared with forked processes, and remains held by one that a test kills.
+tqdm.set_lock(threading.RLock())
 
 # An example may take any time: no verdict depends on how busy the machine is.
 settings.register_profile("any machine", deadline=None)
