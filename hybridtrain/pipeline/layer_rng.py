@@ -376,7 +376,6 @@ class _ForwardDraws(_SeededDraws):
         self._unit = -1
         self._counts: dict[int, int] = {}  # of the draws of each unit so far
         self._offsets: dict[int, int] = {}  # of the device's generator, after each unit so far
-        self._default_seed = _CPU_GENERATOR.initial_seed()
         # only where no other thread draws: one that takes no generator changes this state meanwhile
         self._state = _CPU_GENERATOR.get_state() if rng.refuses_own_seeds else None
 
@@ -386,11 +385,10 @@ class _ForwardDraws(_SeededDraws):
         Raises:
             UserError: the forward has set the random state itself.
         """
-        if kwargs.get("generator") is None and (
-            _CPU_GENERATOR.initial_seed() != self._default_seed
-            or (
-                self._state is not None and not torch.equal(self._state, _CPU_GENERATOR.get_state())
-            )
+        if (
+            self._state is not None
+            and kwargs.get("generator") is None
+            and not torch.equal(self._state, _CPU_GENERATOR.get_state())
         ):
             raise UserError(
                 "the forward sets the state of the random generator (torch.manual_seed, fork_rng "

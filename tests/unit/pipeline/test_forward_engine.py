@@ -383,11 +383,8 @@ class FixedProjection(Net):
 
 
 def test_a_forward_that_seeds_is_refused_and_one_with_its_own_generator_is_exact() -> None:
-    torch.manual_seed(1)
-    for stages, self_check in ((1, True), (2, True), (2, False)):
-        model = pipeline(FixedProjection(), stages, self_check=self_check)
-        with pytest.raises(UserError, match="sets the state of the random generator"):
-            model.train_step(*batch(), loss_of)
+    with pytest.raises(UserError, match="sets the state of the random generator"):
+        pipeline(FixedProjection()).train_step(*batch(), loss_of)
     net = FixedProjection()
     net.project = _own_generator
     reference = copy.deepcopy(net)
