@@ -36,7 +36,7 @@ from hybridtrain._base.precision import autocast
 from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
 from hybridtrain.graph import CallSignature, Layer
-from hybridtrain.pipeline import ForwardStage, HeadOutput, Pipeline, ReplayedDraws
+from hybridtrain.pipeline import ForwardStage, HeadOutput, Pipeline, ReplayedDraws, threads_per_lane
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.verification.comparison import Calls, Difference, difference, differences
 from hybridtrain.verification.module_copy import copy_modules
@@ -352,7 +352,8 @@ class _Run:
         (net,) = self._copied((self._net,))
         parts = [self._placed(part, batch.trains) for part in batch.parts]
         outputs: list[Any] = []
-        with self._as_before(net), _watching(calls, net):
+        lanes = self._model.world.nb_part
+        with self._as_before(net), _watching(calls, net), _threads_of_a_stage(lanes):
             for part, seeds_of_part in zip(parts, seeds, strict=True):
                 args, kwargs = _arguments(net, part)
                 draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
@@ -392,6 +393,17 @@ class _Run:
 
     def _autocast(self) -> Any:
         return autocast(self._options.precision, self._device.type)
+
+
+@contextmanager
+def _threads_of_a_stage(lanes: int) -> Iterator[None]:
+    """Computes with a stage's share of the intra-op threads: their number changes the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_per_lane(lanes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _arguments(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -589,3 +589,16 @@ def test_nothing_of_a_step_is_alive_after_it(fails: bool) -> None:
         assert not any(activation() is not None for activation in activations)
     finally:
         gc.enable()
+
+
+def test_the_comparison_computes_with_the_intra_op_threads_of_a_stage() -> None:
+    seen: set[int] = set()
+
+    class Counts(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(torch.get_num_threads())
+            return super().forward(x)
+
+    torch.set_num_threads(4)  # the fixture of this file puts one back
+    pipeline(Counts(), 2).train_step(*batch(), loss_of)
+    assert seen - {4} == {2}  # 4 where the calls of layers are observed
