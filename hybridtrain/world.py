@@ -383,7 +383,10 @@ class World:
 
     @property
     def runs_forward(self) -> bool:
-        """Whether pipelines run the model's own forward, instead of a trace of it."""
+        """Whether pipelines run the model's own forward, instead of a trace of it.
+
+        So does a model that is not cut, whatever the engine: there is nothing to trace.
+        """
         return self.engine == "local" or self.processes_per_replica == 1 == self.nb_part
 
     @property

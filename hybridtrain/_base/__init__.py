@@ -8,6 +8,7 @@ contents         the contents of mutable objects, to restore them in place
 devices          chooses a process's devices and backend
 files            files that are complete or absent, opened without following links
 hardware         the hardware that costs are predicted for: devices, nodes and links
+intra_op_threads the number of threads that a kernel on the CPU uses
 joining, values  checks for merging outputs, and the kinds of values in outputs
 microbatch       cuts a batch into micro-batches
 objects          sends values between processes, encoded by the codec

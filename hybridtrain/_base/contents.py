@@ -23,7 +23,7 @@ _NOT_ENTERED = (
     *(types.BuiltinFunctionType, types.MethodType),
 )
 
-# An object, and its contents without those of the objects in it.
+# Pairs of an object and what it contains directly; each object in it has a pair of its own.
 Contents = list[tuple[Any, Any]]
 
 

@@ -116,6 +116,11 @@ def byte_size(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
+def bytes_of_module(module: nn.Module) -> int:
+    """Returns the number of bytes of the parameters and buffers of a module."""
+    return sum(map(byte_size, (*module.parameters(), *module.buffers())))
+
+
 def have_same_layout(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors of equal shape have the same memory layout."""
     if first.layout != second.layout or first.is_nested != second.is_nested:

@@ -14,6 +14,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +62,6 @@ __all__ = [
     "adds_up_gradients",
     "all_threads_profiled",
     "allowing_torch_func",
-    "autograd_number",
     "backward_of_batch_norm",
     "before_ddp_waits",
     "call_uncompiled",
@@ -382,21 +382,12 @@ def is_composite(operator: Any) -> bool:
     return not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CPU")
 
 
-def autograd_number() -> int:
-    """Returns the number of the autograd node that this thread makes next.
+# The number of the autograd node that this thread makes next.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-    Uses `torch._C._autograd._get_sequence_nr`: without it, each number would cost a node.
-    """
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def number_of_node(node: torch.autograd.graph.Node) -> int:
-    """Returns the number of an autograd node; of ready nodes, the highest number runs first.
-
-    Uses `Node._sequence_nr`, which has no public name. A node that accumulates a leaf's gradient
-    has the highest possible number.
-    """
-    return int(node._sequence_nr())
+# The number of an autograd node; of ready nodes, the highest number runs first. A node that
+# accumulates a leaf's gradient has the highest possible number.
+number_of_node: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
 
 
 def backward_of_batch_norm() -> bool:
@@ -794,10 +785,6 @@ def replace_backward_entry(
         return gradients
 
     autograd._engine_run_backward = run_backward_of_users
-
-
-# The number that autograd gives to the next node that this thread creates, and of a node.
-next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def push_function_mode(mode: Any) -> None:

@@ -17,7 +17,7 @@ mode_graphs        one graph per mode, and the assumptions they depend on
 call_signature     a batch as the arguments of a forward
 """
 
-from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.call_signature import CallSignature, arguments_of
 from hybridtrain.graph.chain import (
     LARGE_SHARE,
     Chain,
@@ -48,6 +48,7 @@ __all__ = [
     "TraceGuards",
     "VariantCut",
     "Variants",
+    "arguments_of",
     "can_expand",
     "check_unwrapped",
     "initialize_lazy",

@@ -196,6 +196,16 @@ def _signature(module: nn.Module) -> inspect.Signature:
         )
 
 
+def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments that the inputs of a batch are to a module's forward.
+
+    Raises:
+        BatchError: as in `CallSignature.of_inputs`.
+    """
+    signature, values = CallSignature.of_inputs(module, inputs)
+    return signature.split(values)
+
+
 def optional_arguments(module: nn.Module) -> list[str]:
     """Returns the names of the arguments that calls of `module` may omit."""
     parameters = _signature(module).parameters.values()

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from hybridtrain._base.skip import popped_by, stashed_by
 from hybridtrain._base.torch_private import compiled_module
 from hybridtrain.errors import ConfigError, SplitError, phrase, setting
-from hybridtrain.graph.call_signature import CallSignature, optional_arguments
+from hybridtrain.graph.call_signature import CallSignature, arguments_of, optional_arguments
 from hybridtrain.graph.examples import Examples
 from hybridtrain.graph.exporter import as_any_batch, export_tracer
 from hybridtrain.graph.mode_graphs import ModeGraphs, TraceGuards, trace_both_modes
@@ -345,8 +345,7 @@ def initialize_lazy(net: nn.Module, example_inputs: Any) -> None:
     if not _uninitialized(net):
         return
     if example_inputs is not None:
-        signature, values = CallSignature.of_inputs(net, example_inputs)
-        args, kwargs = signature.split(values)
+        args, kwargs = arguments_of(net, example_inputs)
         modes = {part: part.training for part in net.modules()}
         net.eval()
         try:

@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from hybridtrain._base.skip import pop, pop_last, stash
 from hybridtrain._base.torch_private import operator_overloads, operator_schema
 from hybridtrain.errors import SplitError
-from hybridtrain.graph.call_signature import CallSignature
+from hybridtrain.graph.call_signature import CallSignature, arguments_of
 from hybridtrain.graph.output_capture import has_hooks
 from hybridtrain.graph.traced_graph import TracedGraph
 
@@ -493,8 +493,7 @@ class SingleLayer(nn.Module):
 
     def forward(self, value: Any) -> Any:
         """Returns the model's output."""
-        signature, values = CallSignature.of_inputs(self.module, value)
-        args, kwargs = signature.split(values)
+        args, kwargs = arguments_of(self.module, value)
         return self.module(*args, **kwargs)
 
 

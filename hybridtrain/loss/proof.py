@@ -42,7 +42,7 @@ from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.torch_private import hooks_of
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ConfigError, setting
-from hybridtrain.graph import CallSignature
+from hybridtrain.graph import arguments_of
 from hybridtrain.loss.by_name import model_output
 from hybridtrain.loss.captures import copied
 from hybridtrain.loss.counted import CountedLoss
@@ -188,8 +188,7 @@ def prove_in_training(
             module.eval()
 
     def function(part: Any, targets: Any) -> Any:
-        signature, values = CallSignature.of_inputs(whole, part)
-        args, kwargs = signature.split(values)
+        args, kwargs = arguments_of(whole, part)
         return loss.function(whole(*args, **kwargs), targets)
 
     function.__name__ = loss.name

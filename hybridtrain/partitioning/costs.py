@@ -177,6 +177,17 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
     return module
 
 
+def fake_like(tensor: Tensor) -> Tensor:
+    """Returns a fake CPU tensor with the layout and dtype of `tensor`; call it in a fake mode."""
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def copy_on_cpu(tensor: Tensor) -> Tensor:
+    """Returns a copy of `tensor` on the CPU, without its graph."""
+    return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
+
+
 @contextmanager
 def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]:
     """Enables gradients in the block, and restores the default generators after it.

@@ -18,16 +18,19 @@ from torch import Tensor
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.torch_private import FAKE_TENSOR_LIMITS, FakeTensorMode
+from hybridtrain._base.values import structure_copy
 from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.partitioning.costs import (
     LayerCost,
+    copy_on_cpu,
     count,
+    fake_like,
     layer_sizes,
     tensors_of,
     undisturbed,
 )
-from hybridtrain.partitioning.layer_watch import LayerWatch, NoObserver, moved, weights_of
+from hybridtrain.partitioning.layer_watch import LayerWatch, NoObserver, weights_of
 from hybridtrain.partitioning.piped_layers import LayerInput, PipedLayers
 from hybridtrain.partitioning.work_counter import LayerWork, Work, counted_work
 
@@ -167,11 +170,11 @@ def count_work(
         NotOnFakesError: the model does not run on fake tensors; the message names the layer.
     """
     try:
-        work = _run(layers, inputs, precision, loss, _fake)
+        work = _run(layers, inputs, precision, loss, fake_like)
     except NotOnFakesError as error:
         if not error.needs_values or not _may_run_on_data(layers, inputs):
             raise
-        work = _run(layers, inputs, precision, loss, _real)
+        work = _run(layers, inputs, precision, loss, copy_on_cpu)
     end = [] if loss is None else [loss]
     return [
         CountedLayer(
@@ -199,7 +202,7 @@ def _run(
 ) -> list[LayerWork]:
     """Counts one run with fake tensors or data, on the CPU."""
     with _watched(layers, loss, replacement) as watch:
-        return counted_work(watch, moved(inputs, replacement), precision or nullcontext)
+        return counted_work(watch, structure_copy(inputs, replacement), precision or nullcontext)
 
 
 @contextmanager
@@ -207,7 +210,7 @@ def _watched(
     layers: Sequence[Layer], loss: Layer | None, replacement: Callable[[Tensor], Tensor]
 ) -> Iterator[LayerWatch]:
     """Yields a model with fake tensors or data, on the CPU, and names the layer that fails."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if replacement is _fake else nullcontext()
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if replacement is fake_like else nullcontext()
     with undisturbed(layers, torch.device("cpu")), mode:
         watch = LayerWatch(layers, replacement, loss)
         try:
@@ -277,19 +280,8 @@ def chain_inputs(
     Raises:
         NotOnFakesError: a layer, or the loss, does not run on fake tensors.
     """
-    with _watched(list(layers), loss, _fake) as watch:
+    with _watched(list(layers), loss, fake_like) as watch:
         chain = watch.parts[0]
         assert isinstance(chain, PipedLayers)
-        watch.run(moved(inputs, _fake), precision or nullcontext, NoObserver())
+        watch.run(structure_copy(inputs, fake_like), precision or nullcontext, NoObserver())
         return chain.received
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    """Returns a fake CPU tensor with the layout and dtype of `tensor`; call it in a fake mode."""
-    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return fake.requires_grad_(tensor.requires_grad)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Returns a copy of `tensor` on the CPU."""
-    return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)

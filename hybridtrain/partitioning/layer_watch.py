@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hybridtrain._base.skip import skip_scope
-from hybridtrain._base.torch_private import autograd_number, number_of_node
+from hybridtrain._base.torch_private import next_node_number, number_of_node
 from hybridtrain._base.values import structure_copy
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph import CallSignature, Layer, Segment
+from hybridtrain.graph import Layer, Segment, arguments_of
 from hybridtrain.partitioning.costs import CalledLayers, copy_of, tensors_of
 from hybridtrain.partitioning.piped_layers import PipedLayers
 
@@ -34,7 +34,7 @@ class Observer(Protocol):
     """What a run tells: which layer runs from now on."""
 
     def forward_begins(self, layer: int) -> None:
-        """The forward of a layer begins; after the last one, that of the loss."""
+        """The forward of a layer begins; after the last layer, the loss begins."""
 
     def forward_ends(self, output: Any) -> None:
         """The forward is over, and the loss; the model has returned `output`."""
@@ -94,10 +94,9 @@ class LayerWatch:
         for part in self.parts.modules():
             if isinstance(part, Segment):  # the model may be on the meta device
                 part.put_constants_on(torch.device("cpu"))
+        # as in a step, in which DDP's buckets hold the gradients
         for parameter in self.parts.parameters():
-            if (
-                parameter.is_leaf and parameter.requires_grad
-            ):  # as in a step, in which DDP's buckets hold the gradients
+            if parameter.is_leaf and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_free_gradient)
 
     def run(
@@ -113,7 +112,7 @@ class LayerWatch:
         Args:
             inputs: the inputs of a micro-batch.
             precision: returns the context of the forward.
-            observer: is told which layer runs.
+            observer: hears of each layer that begins.
         """
         net, *loss = self.parts
         # numbers of nodes and the layers that began there
@@ -135,7 +134,7 @@ class LayerWatch:
         roots = [tensor for tensor in _outputs(output) if tensor.requires_grad]
         if not roots:
             return
-        end = autograd_number()
+        end = next_node_number()
         for layer, node in starts.first_backwards(roots, end).items():
             node.register_prehook(partial(self._backward_begins, observer, layer))
         del output, returned
@@ -195,7 +194,7 @@ class _Starts:
 
     def add(self, layer: int) -> None:
         """Nodes that are made from now on belong to `layer`."""
-        self._numbers.append(autograd_number())
+        self._numbers.append(next_node_number())
         self._layers.append(layer)
 
     def first_backwards(self, roots: Sequence[Tensor], end: int) -> dict[int, Node]:
@@ -247,8 +246,7 @@ def _copy(
 def _call(net: nn.Module, inputs: Any) -> Any:
     if isinstance(net, PipedLayers):
         return net(inputs)
-    signature, values = CallSignature.of_inputs(net, inputs)
-    args, kwargs = signature.split(values)
+    args, kwargs = arguments_of(net, inputs)
     return net(*args, **kwargs)
 
 
@@ -267,8 +265,3 @@ def _outputs(output: Any) -> list[Tensor]:
 
 def _free_gradient(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def moved(inputs: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the inputs of a micro-batch with each tensor replaced."""
-    return structure_copy(inputs, replacement)

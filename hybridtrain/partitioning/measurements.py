@@ -20,14 +20,16 @@ from torch import Tensor, nn
 
 from hybridtrain._base.construction import stand_in
 from hybridtrain._base.hardware import host_memory
+from hybridtrain._base.intra_op_threads import intra_op_threads, threads_per_lane
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
 from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.text_table import with_unit
 from hybridtrain._base.torch_private import has_hooks
+from hybridtrain._base.values import structure_copy
 from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.graph import Layer
 from hybridtrain.partitioning.costs import LayerCost, copy_of, count, tensors_of, undisturbed
-from hybridtrain.partitioning.layer_watch import LayerWatch, moved, weights_of
+from hybridtrain.partitioning.layer_watch import LayerWatch, weights_of
 from hybridtrain.partitioning.work_counter import counted_work
 
 # The most times that `LayerProfiler.repeat` runs the model.
@@ -156,7 +158,7 @@ class LayerProfiler:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not calls:
                 popped = {name: pop(name) for name in popped_by(module)}
-                calls.append(_Call(*moved((args, kwargs, popped), _detached)))
+                calls.append(_Call(*structure_copy((args, kwargs, popped), _detached)))
 
         handle = module.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -176,7 +178,9 @@ class LayerProfiler:
 
     def _own_inputs(self) -> Any:
         """Returns a copy, because a micro-batch is a view of the batch, and may be changed."""
-        return moved(self._inputs, lambda tensor: tensor.detach().to(self._device, copy=True))
+        return structure_copy(
+            self._inputs, lambda tensor: tensor.detach().to(self._device, copy=True)
+        )
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -209,13 +213,9 @@ class LayerProfiler:
     @contextmanager
     def _as_in_a_step(self) -> Iterator[None]:
         """Sets the intra-op threads and the gradient mode of a step in the block."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, threads // len(self._devices)))
-        try:
-            with undisturbed(self._layers, self._device):
-                yield
-        finally:
-            torch.set_num_threads(threads)
+        threads = threads_per_lane(len(self._devices))
+        with intra_op_threads(threads), undisturbed(self._layers, self._device):
+            yield
 
 
 class _Stopwatch:
@@ -275,7 +275,7 @@ def _timed_call(
     precision: Callable[[], AbstractContextManager[object]], call: _Call, module: nn.Module
 ) -> float:
     """Returns the milliseconds of a forward and a backward of a module, on a CPU."""
-    args, kwargs, popped = moved(tuple(call), _detached)
+    args, kwargs, popped = structure_copy(tuple(call), _detached)
 
     def work() -> None:
         with torch.enable_grad():  # the mode is per thread

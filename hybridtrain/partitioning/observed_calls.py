@@ -27,20 +27,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._base.skip import popped_by, skip_scope, stashed_by
-from hybridtrain._base.tensors import byte_size
+from hybridtrain._base.tensors import bytes_of_module
 from hybridtrain._base.torch_private import FakeTensorMode
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import (
     LARGE_SHARE,
-    CallSignature,
     Chain,
     Layer,
+    arguments_of,
     check_unwrapped,
     initialize_lazy,
     is_chain,
     layers_of,
 )
-from hybridtrain.partitioning.costs import CalledLayers, copy_of, undisturbed
+from hybridtrain.partitioning.costs import (
+    CalledLayers,
+    copy_of,
+    copy_on_cpu,
+    fake_like,
+    undisturbed,
+)
 
 # Models with at most this many bytes of parameters and buffers are run with data.
 SMALL_BYTES = 2**26
@@ -254,7 +260,7 @@ def observe(
         SplitError: the model cannot be copied, or fails without values.
         Exception: the model's own error.
     """
-    size = sum(map(byte_size, (*net.parameters(), *net.buffers())))
+    size = bytes_of_module(net)
     has_values = not any(t.is_meta for t in (*net.parameters(), *net.buffers()))
     # Without data if possible, because it is fast. A forward may depend on values, and in training
     # mode on more than one sample.
@@ -289,20 +295,11 @@ def _observed(
     with_data: bool,
     evaluates: bool,
 ) -> tuple[ObservedRun, nn.Module]:
-    def real(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=True)
-
-    def fake(tensor: Tensor) -> Tensor:
-        like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-        return like.requires_grad_(tensor.requires_grad)
-
-    replacement = real if with_data else fake
+    replacement = copy_on_cpu if with_data else fake_like
     mode = nullcontext() if with_data else FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         copy = copy_of(Layer("", net), replacement)
-        args, kwargs = CallSignature.of_inputs(copy, inputs)[0].split(
-            CallSignature.of_inputs(copy, tree_map_only(Tensor, replacement, inputs))[1]
-        )
+        args, kwargs = arguments_of(copy, tree_map_only(Tensor, replacement, inputs))
         if evaluates:
             copy.eval()
         recorder = _Recorder(copy)

@@ -140,6 +140,8 @@ class PlannedLayers:
         stages: the layers of each stage.
         look_inside: the layers, by index, known to use values of earlier stages besides their
             arguments; found by steps that run the forward.
+        recast: the parameters, by name, that several stages cast under an autocast of the forward;
+            found by the same steps.
         net: the model whose forward runs; None: the layers run as a chain.
 
     The other attributes come from the `Chain`.
@@ -152,6 +154,7 @@ class PlannedLayers:
     first_uses: Mapping[str, int] = field(default_factory=dict)
     opened: Mapping[int, str] = field(default_factory=dict)
     look_inside: set[int] = field(default_factory=set)
+    recast: set[str] = field(default_factory=set)
     net: nn.Module | None = None
 
     @property

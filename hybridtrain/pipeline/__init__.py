@@ -39,7 +39,6 @@ from hybridtrain.pipeline.engines.processes import messages_of
 from hybridtrain.pipeline.forward import (
     ForwardStage,
     for_other_thread,
-    threads_per_lane,
 )
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
@@ -81,7 +80,6 @@ __all__ = [
     "read_timelines",
     "remove_aliases",
     "seed_of",
-    "threads_per_lane",
     "unscale_",
     "with_device_speeds",
     "with_sync_batch_norm",

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,25 +31,26 @@ from torch.nn.modules.batchnorm import SyncBatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.intra_op_threads import intra_op_threads, threads_per_lane
 from hybridtrain._base.microbatch import split
 from hybridtrain._base.precision import autocast
+from hybridtrain._base.tensors import bytes_of_module
 from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
-from hybridtrain.graph import CallSignature, Layer
-from hybridtrain.pipeline import ForwardStage, HeadOutput, Pipeline, ReplayedDraws, threads_per_lane
+from hybridtrain.graph import Layer, arguments_of
+from hybridtrain.pipeline import HeadOutput, Pipeline, ReplayedDraws
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
 from hybridtrain.verification.comparison import Calls, Difference, difference, differences
-from hybridtrain.verification.module_copy import copy_modules
-from hybridtrain.verification.python_state import undone
-from hybridtrain.verification.self_check import (
+from hybridtrain.verification.cut_model import (
     MAX_BYTES,
     MAX_SECONDS,
     SAMPLES,
     CutModel,
-    byte_size_of,
     kind_of,
     root_of,
 )
+from hybridtrain.verification.module_copy import copy_modules
+from hybridtrain.verification.python_state import undone
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
@@ -223,7 +224,7 @@ class _Run:
         limit: float = MAX_BYTES
         if (accelerator := accelerator_of(self._device)) is not None:
             limit = min(limit, accelerator.total_memory(self._device) / 16)
-        if (total := byte_size_of(self._net)) > limit:
+        if (total := bytes_of_module(self._net)) > limit:
             raise _Skipped(f"its size of {total / 2**30:.1f} GiB exceeds {limit / 2**30:.1f} GiB")
 
     def mismatch(self, batch: _Batch) -> str | None:
@@ -261,7 +262,7 @@ class _Run:
         return next(differences(*results), None)
 
     def _first_layer(self, batch: _Batch) -> str:
-        """Returns the name of the first submodule whose outputs differ; "" if those of none do."""
+        """Returns the name of the first submodule with another output; "" if there is none."""
         cut, plain = Calls(), Calls()
         seeds = self._run_cut(batch, cut)[1]
         self._run_plain(batch, seeds, plain)
@@ -273,16 +274,16 @@ class _Run:
     def changed_state(self, batch: _Batch) -> list[str]:
         """Returns the attributes of modules that a forward changes, as `module.attribute`."""
         (net,) = self._copied((self._net,))
-        before = _attributes(net)
+        attributes = _attributes(net)
         with (
             self._as_before(net),
             torch.set_grad_enabled(batch.trains),
             self._autocast(),
         ):
-            args, kwargs = _arguments(net, self._placed(batch.parts[0], trains=False))
+            args, kwargs = arguments_of(net, self._placed(batch.parts[0], trains=False))
             net(*args, **kwargs)
-            after = _attributes(net)
-        return [name for name, value in after.items() if before.get(name) != value]
+            changed = _attributes(net)
+        return [name for name, value in changed.items() if attributes.get(name) != value]
 
     def _run_cut(
         self, batch: _Batch, calls: Calls | None = None
@@ -296,6 +297,7 @@ class _Run:
                 [Layer(layer.name, module) for layer, module in zip(stage, modules, strict=True)]
                 for stage, modules in zip(planned.stages, copied, strict=True)
             ],
+            recast=set(),
         )
         world = World(devices=(self._device,) * self._model.world.nb_part)
         parts = [self._placed(part, batch.trains) for part in batch.parts]
@@ -330,9 +332,7 @@ class _Run:
                     shape = world.nb_part, len(parts), self._options.stages_per_device
                     forward = forward_only(*shape, self._options.placement)
                     pipeline.run_forward(forward, parts.__getitem__, head)
-            for stage in pipeline.stages:
-                if isinstance(stage, ForwardStage):
-                    self.recast |= stage.recast
+            self.recast |= planned.recast
             if calls is None and time.perf_counter() - begun > MAX_SECONDS * len(parts):
                 raise _Skipped(f"a forward and backward take more than {MAX_SECONDS:.0f} s")
             counts = dict(pipeline.rng.counts)
@@ -352,10 +352,10 @@ class _Run:
         (net,) = self._copied((self._net,))
         parts = [self._placed(part, batch.trains) for part in batch.parts]
         outputs: list[Any] = []
-        lanes = self._model.world.nb_part
-        with self._as_before(net), _watching(calls, net), _threads_of_a_stage(lanes):
+        threads = threads_per_lane(self._model.world.nb_part)
+        with self._as_before(net), _watching(calls, net), intra_op_threads(threads):
             for part, seeds_of_part in zip(parts, seeds, strict=True):
-                args, kwargs = _arguments(net, part)
+                args, kwargs = arguments_of(net, part)
                 draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
                 with torch.set_grad_enabled(batch.trains), self._autocast(), draws:
                     value = net(*args, **kwargs)
@@ -393,22 +393,6 @@ class _Run:
 
     def _autocast(self) -> Any:
         return autocast(self._options.precision, self._device.type)
-
-
-@contextmanager
-def _threads_of_a_stage(lanes: int) -> Iterator[None]:
-    """Computes with a stage's share of the intra-op threads: their number changes the last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads_per_lane(lanes))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _arguments(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    signature, values = CallSignature.of_inputs(net, inputs)
-    return signature.split(values)
 
 
 def _watching(calls: Calls | None, net: nn.Module) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.accelerator import put
+from hybridtrain._base.intra_op_threads import intra_op_threads, threads_per_lane
 from hybridtrain._base.microbatch import (
     MicrobatchCut,
     batch_size,
@@ -38,9 +39,9 @@ from hybridtrain._base.summation_tree import total
 from hybridtrain._base.tensors import put_values
 from hybridtrain._base.text_table import text_table
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
-from hybridtrain.graph import CallSignature
+from hybridtrain.graph import arguments_of
 from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, is_of_model
-from hybridtrain.pipeline import ReplayedDraws, remove_aliases, threads_per_lane
+from hybridtrain.pipeline import ReplayedDraws, remove_aliases
 from hybridtrain.verification.comparison import Calls, difference
 from hybridtrain.verification.module_copy import copy_modules
 from hybridtrain.verification.python_state import PythonState
@@ -641,12 +642,10 @@ class _Comparison:
     @contextmanager
     def _plainly(self, seeds: Sequence[int] = (), autocast: bool = True) -> Iterator[None]:
         """Runs the unsplit module like the stages, with their threads, autocast and draws."""
-        threads, lanes = torch.get_num_threads(), len(self._world.devices)
-        # it determines a kernel's order of summation
-        torch.set_num_threads(threads_per_lane(lanes))
         draws = ReplayedDraws(seeds)
         try:
             with (
+                intra_op_threads(threads_per_lane(len(self._world.devices))),
                 self._model.autocast() if autocast else nullcontext(),
                 draws if seeds else nullcontext(),
             ):
@@ -654,8 +653,6 @@ class _Comparison:
         except Exception as error:
             error.add_note("in the unsplit module, with which the stages are compared")
             raise
-        finally:
-            torch.set_num_threads(threads)
         if draws.left:
             raise UserError(
                 f"the unsplit module makes {len(draws.left)} fewer random draws than its stages"
@@ -671,8 +668,7 @@ class _Comparison:
         seeds += [rng.seeds_in_order(counts, number, step) for number in range(microbatches)]
 
     def _forward(self, part: Any) -> Any:
-        signature, values = CallSignature.of_inputs(self._net, part)
-        args, kwargs = signature.split(values)
+        args, kwargs = arguments_of(self._net, part)
         return self._net(*args, **kwargs)
 
     def _placed(self, values: Any) -> Any:

@@ -37,15 +37,22 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes, split
 from hybridtrain._base.precision import autocast
-from hybridtrain._base.tensors import byte_size
+from hybridtrain._base.tensors import bytes_of_module
 from hybridtrain._base.torch_private import without_modes
 from hybridtrain.errors import NotExactError, setting
-from hybridtrain.graph import CallSignature, Layer, Segment, TraceGuards
-from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Plan, PlannedLayers
+from hybridtrain.graph import Layer, Segment, TraceGuards, arguments_of
+from hybridtrain.partitioning import PlannedLayers
 from hybridtrain.pipeline import HeadOutput, InlineEngine, Pipeline, ReplayedDraws
 from hybridtrain.schedule import forward_only, make_schedule
 from hybridtrain.verification.comparison import Calls, Difference, difference, differences
+from hybridtrain.verification.cut_model import (
+    MAX_BYTES,
+    MAX_SECONDS,
+    SAMPLES,
+    CutModel,
+    kind_of,
+    root_of,
+)
 from hybridtrain.verification.expressions import Expressions, Symbol, contents
 from hybridtrain.verification.module_copy import copy_modules
 from hybridtrain.verification.python_state import undone
@@ -53,18 +60,8 @@ from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
 
-SAMPLES = 2
-"""The number of samples of a micro-batch that the check uses."""
-
 SMALL_BYTES = 32 * 2**20
 """Models with at most this many bytes of parameters and buffers are run on numbers at once."""
-
-MAX_BYTES = 4 * 2**30
-"""Models with more bytes of parameters and buffers are never run on numbers. A run on numbers needs
-about four times the memory of the model."""
-
-MAX_SECONDS = 5.0
-"""The check on numbers is skipped if one forward and backward of the cut model takes longer."""
 
 TOLERANCE = 1e-5
 """The relative difference allowed for gradients of parameters shared by several stages, because the
@@ -99,29 +96,6 @@ class _Numbers(NamedTuple):
     output: Any
     gradients: dict[str, Any]
     buffers: dict[str, Any]
-
-
-class CutModel(NamedTuple):
-    """A module and its cut into stages.
-
-    Attributes:
-        net: the module; parameters held by other processes are on the meta device.
-        plan: the layers of each stage.
-        planned: the layers.
-        options: the pipeline options of the run.
-        world: the processes and devices of the run.
-    """
-
-    net: nn.Module
-    plan: Plan
-    planned: PlannedLayers
-    options: PipelineOptions
-    world: World
-
-    @property
-    def is_partial(self) -> bool:
-        """True if other processes hold some of the parameters or buffers."""
-        return any(tensor.is_meta for tensor in (*self.net.parameters(), *self.net.buffers()))
 
 
 class SelfCheck:
@@ -242,7 +216,7 @@ class SelfCheck:
 
     def _compare(self, sample: _Sample) -> None:
         model = self._model
-        if byte_size_of(model.net) <= SMALL_BYTES and not model.is_partial:
+        if bytes_of_module(model.net) <= SMALL_BYTES and not model.is_partial:
             if place := self._mismatch(sample, symbolic=False):
                 self._refuse(place)
             return
@@ -291,17 +265,6 @@ def _is_trivial(planned: PlannedLayers) -> bool:
     """Returns whether nothing is cut or traced."""
     (first, *later_stages) = planned.stages
     return not later_stages and not any(isinstance(layer.module, Segment) for layer in first)
-
-
-def kind_of(inputs: Any, size: int) -> Any:
-    """Returns the properties of a micro-batch of `size` samples that decide which code runs."""
-    leaves, spec = tree_flatten(inputs)
-    return spec, tuple(
-        (leaf.dtype, tuple(min(n, 2) for n in (size, *leaf.shape[1:])) if leaf.dim() else ())
-        if isinstance(leaf, Tensor)
-        else type(leaf)
-        for leaf in leaves
-    )
 
 
 class _Failed(Exception):
@@ -400,7 +363,7 @@ class _Run:
         limit: float = MAX_BYTES
         if (accelerator := accelerator_of(self._device)) is not None:
             limit = min(limit, accelerator.total_memory(self._device) / 16)
-        if (total := byte_size_of(self._net)) > limit:
+        if (total := bytes_of_module(self._net)) > limit:
             raise _Skipped(
                 f"its code depends on data, and its size of {total / 2**30:.1f} GiB exceeds "
                 f"{limit / 2**30:.1f} GiB"
@@ -476,8 +439,7 @@ class _Run:
         numbers = self._numbers()
         (net,) = numbers.copied((self._net,))
         inputs = numbers.placed(sample.inputs, sample.trains)
-        signature, values = CallSignature.of_inputs(net, inputs)
-        args, kwargs = signature.split(values)
+        args, kwargs = arguments_of(net, inputs)
         draws = ReplayedDraws(seeds) if seeds else nullcontext()
         with self._as_before(net), _failures(), numbers.entered():
             with (
@@ -629,11 +591,6 @@ def _watching(
     return calls.watching(watched, numbers.noted)
 
 
-def byte_size_of(net: nn.Module) -> int:
-    """Returns the number of bytes of the parameters and buffers of `net`."""
-    return sum(map(byte_size, (*net.parameters(), *net.buffers())))
-
-
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
@@ -646,16 +603,3 @@ def _failures() -> Iterator[None]:
         raise
     except Exception as error:
         raise _Failed(error) from error
-
-
-def root_of(output: Any) -> Tensor | None:
-    """Returns a scalar that depends on all outputs that require a gradient, or None without any."""
-    generator = torch.Generator().manual_seed(0)
-    total: Tensor | None = None
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-            weights = torch.rand(values.shape, generator=generator, dtype=torch.float64)
-            product = (values * weights.to(values.device, values.dtype)).sum().float()
-            total = product if total is None else total + product
-    return total

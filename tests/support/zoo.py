@@ -75,7 +75,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": _GROUPED | {"head_dim": 8},
     "Gemma2ForCausalLM": _GROUPED | {"head_dim": 8},
     "Gemma3ForCausalLM": _GROUPED | {"head_dim": 8},
-    # with a cache, the model resets the states of all layers first, also those of later stages
+    # with a cache, the first stage would reset the states of all layers, also in later stages
     "RecurrentGemmaForCausalLM": {"use_cache": False, "head_dim": 8, "lru_width": 32}
     | {"attention_window_size": 8},
     "Phi3ForCausalLM": _GROUPED | {"pad_token_id": 0},

@@ -13,7 +13,7 @@ from torch.nn.parameter import Parameter
 
 from hybridtrain._base.construction import construct_on_meta, default_generators, rewind
 from hybridtrain._base.microbatch import chunk_sizes
-from hybridtrain._base.tensors import byte_size
+from hybridtrain._base.tensors import bytes_of_module
 from hybridtrain._base.text_table import counted
 from hybridtrain.checkpoint import (
     CheckpointStore,
@@ -161,7 +161,7 @@ def model(config: Config, data: DataSplits) -> tuple[str, Model]:
     except Exception:  # a constructor that needs values, or fails with them too
         rewind(draws)
         net, how = build(), "with its weights, because its constructor needs them"
-    nbytes = sum(map(byte_size, [*net.parameters(), *net.buffers()]))
+    nbytes = bytes_of_module(net)
     parameters = sum(parameter.numel() for parameter in net.parameters())
     text = f"{type(net).__name__}, {parameters:,} parameters, built {how}"
     return text, Model(net, build, nbytes)

@@ -11,7 +11,6 @@ build      places layers on devices, and connects all of this
 """
 
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine
-from hybridtrain.pipeline.forward.engine import threads_per_lane
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import for_other_thread
 
@@ -20,5 +19,4 @@ __all__ = [
     "build_forward_stages",
     "for_other_thread",
     "forward_engine",
-    "threads_per_lane",
 ]

@@ -155,7 +155,7 @@ def forward_engine(
         moves,
         names,
         containers_of(net, [layer.module for stage in stages for layer in stage.layers]),
-        stages[0].recast,
+        planned.recast,
     )
     hold = options.find_unused_parameters and world.data_parallel_size > 1
     return ForwardEngine(model, stages, rng, world.devices, hold, options.compile)

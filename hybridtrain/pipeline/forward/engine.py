@@ -27,9 +27,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.intra_op_threads import threads_per_lane
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import (
     CallerModes,
@@ -40,7 +41,7 @@ from hybridtrain._base.torch_private import (
     profiled,
 )
 from hybridtrain.errors import ConfigError, UserError, argument
-from hybridtrain.graph import CallSignature
+from hybridtrain.graph import arguments_of
 from hybridtrain.launch import LaneActivity, activity, ends_at_once
 from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engine import HeadOutput, Step
@@ -188,11 +189,6 @@ class ForwardEngine:
             weakref.finalize(self, self._inbox.put, None)
             self._threads += 1
         self._inbox.put(run.first)
-
-
-def threads_per_lane(lanes: int) -> int:
-    """Returns a thread's share of the intra-op threads; PyTorch's setting is per thread."""
-    return max(1, torch.get_num_threads() // lanes)
 
 
 def trips_at_once(step: Step) -> int:
@@ -441,7 +437,10 @@ class _StepRun:
         return self._following.pop(microbatch, None)
 
     def _arguments(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return arguments_of(self._model.net, self._take(microbatch))
+        inputs = self._take(microbatch)
+        if type(inputs) is Tensor:  # the only argument
+            return (inputs,), {}
+        return arguments_of(self._model.net, inputs)
 
     def _enter(self, stage: int, microbatch: int) -> None:
         action = Action("F", stage, microbatch)
@@ -558,14 +557,6 @@ class _StepRun:
             self.stopped = True
         for turns in self._turns:
             turns.stop()
-
-
-def arguments_of(net: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments that the inputs of a batch are to a module's forward."""
-    if type(inputs) is Tensor:  # the only argument
-        return (inputs,), {}
-    signature, values = CallSignature.of_inputs(net, inputs)
-    return signature.split(values)
 
 
 class _Task:

@@ -61,7 +61,6 @@ class ForwardStage:
         saved_bytes: bytes that autograd saves for a micro-batch; None before the first.
         cut_leaf: a leaf that makes autograd record the cuts before this stage.
         owner_of: the stage that owns each parameter of the model, by the parameter's `id`.
-        recast: the names of parameters that later stages cast again; see `Model`.
     """
 
     aliases: Sequence[Alias] = ()  # a shared parameter has no stand-in; see `glue`
@@ -86,7 +85,6 @@ class ForwardStage:
         self.replica_states: ReplicaStates | None = None
         self.parameter_count = sum(parameter.numel() for parameter in owned)
         self.saved_bytes: int | None = None
-        self.recast: set[str] = set()
         self.cut_leaf = torch.zeros((), requires_grad=True)
         self._backward = StageBackward()
         self._in_flight: dict[int, StageInFlight] = {}

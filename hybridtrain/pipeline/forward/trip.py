@@ -26,6 +26,7 @@ from hybridtrain._base.tensors import storage_id
 from hybridtrain._base.torch_private import (
     move_hooks,
     next_node_number,
+    number_of_node,
     pop_function_mode,
     push_function_mode,
 )
@@ -130,8 +131,9 @@ class _Copies:
         if self.has_changed:
             self.is_changed = True
             self.values = [last]
-        there = [index for index, value in enumerate(self.values) if value.device == device]
-        value = self.values.pop(there[0]) if there else copied(last, device)
+        equal = next((value for value in self.values if value.device == device), None)
+        value = copied(last, device) if equal is None else equal
+        self.values = [other for other in self.values if other is not value]
         self.values.append(value)
         self.version = _version_of(value)
         return value
@@ -194,7 +196,6 @@ class Trip:
         self._hold = hold
         self._learns = learns
         self.glue = Glue(self)
-        self._glue_is_on = False  # on the stack of function modes, but while a layer runs
         self._calls: dict[int, int] = {}  # of each layer so far
         self._starts: list[int] = []  # the first node number of each stage so far
         # of tensors whose node does not say it, other than parameters: stage and tensor
@@ -233,6 +234,10 @@ class Trip:
             self._starts.append(next_node_number())
             self.is_in_forward = True
             with context:
+                if self._last:
+                    # Before the model's code, also in the first stage, which does not need it: a
+                    # mode that the code enters before a cut and leaves after it must stay on top.
+                    push_function_mode(self.glue)
                 try:
                     with self.draws:
                         self.draws.enter_stage()
@@ -241,8 +246,6 @@ class Trip:
                         del args, kwargs
                         self.enter(self._last)
                         self.draws.leave_stage()
-                    if self._last and not self._glue_is_on:
-                        self._push_glue()
                     # outside of the model's draws: a loss may draw in threads that it starts
                     self._is_in_head = True
                     self._head = head(output)
@@ -251,8 +254,7 @@ class Trip:
                     if self._cuts and root is not None:
                         self._head = self._head._replace(root=self.cut(root))
                 finally:
-                    if self._glue_is_on:
-                        pop_function_mode(self.glue)
+                    pop_function_mode(self.glue)
             self.is_in_forward = False
             self._check_changes()
             self._copies.clear()
@@ -317,9 +319,8 @@ class Trip:
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer in its stage, on its own names of the values that it gets."""
         glue = self.glue
-        # Off the stack while a layer runs, or each of its operations would pass through it. The
-        # first stage does without, because it has no values of earlier ones.
-        is_popped = pop_function_mode(glue) if self._glue_is_on else True
+        # Off the stack while a layer runs, or each of its operations would pass through it.
+        is_popped = pop_function_mode(glue)
         was_off, glue.is_off = glue.is_off, True
         try:
             if place.stage != self.stage:
@@ -337,12 +338,8 @@ class Trip:
                 self.layer = None
         finally:
             glue.is_off = was_off
-            if is_popped and self.stage:
-                self._push_glue()
-
-    def _push_glue(self) -> None:
-        push_function_mode(self.glue)
-        self._glue_is_on = True
+            if is_popped:
+                push_function_mode(glue)
 
     def _arguments(self, place: LayerPlace, values: Iterable[Any]) -> tuple[Any, ...]:
         """Returns arguments of a layer, with this stage's own names of tensors in them.
@@ -417,7 +414,7 @@ class Trip:
             return self._on_device(tensor) if self._model.moves else tensor
         if not self._is_earlier(tensor):
             return tensor
-        if self._is_in_head and tensor.grad_fn is not None and self._is_of_head(tensor):
+        if self._is_in_head and self._is_of_head(tensor):
             self.note_own(tensor)
             return tensor
         if self.layer is not None:
@@ -463,7 +460,10 @@ class Trip:
     def _is_of_head(self, tensor: Tensor) -> bool:
         """Returns whether the head has made a tensor in a thread of its own, which numbers nodes by
         itself: then its graph leads to values that the last stage has taken."""
-        taken = {alias.node for alias in self._aliases[self.stage].values()}
+        aliases = self._aliases[self.stage]
+        if tensor.grad_fn is None or not aliases or id(tensor) in aliases:
+            return False
+        taken = {alias.node for alias in aliases.values()}
         return any(node in taken for node in nodes_from([tensor]))
 
     def with_whole_gradient(self, tensor: Tensor) -> Tensor:
@@ -522,7 +522,7 @@ class Trip:
         node = tensor.grad_fn
         if node is None or id(tensor) in self._stages:
             return self._stage_of(tensor) < self.stage
-        if node._sequence_nr() < self._starts[-1]:
+        if number_of_node(node) < self._starts[-1]:
             return True
         # most tensors have never been changed in place
         return tensor._version > 0 and self._stage_of(tensor) < self.stage
@@ -536,7 +536,7 @@ class Trip:
             if tensor._version and tensor._is_view():
                 node = self._made_by(node)
             # a graph from before the trip counts as the first stage's
-            return max(bisect_right(self._starts, node._sequence_nr()) - 1, 0)
+            return max(bisect_right(self._starts, number_of_node(node)) - 1, 0)
         owner = self._model.owners.get(id(tensor))
         if owner is not None:
             return owner
@@ -552,7 +552,7 @@ class Trip:
         """
         start = self._starts[-1]
         following: Node | None = node
-        while following is not None and following._sequence_nr() >= start:
+        while following is not None and number_of_node(following) >= start:
             functions = following.next_functions
             if len(functions) != 1:
                 return node

@@ -50,9 +50,7 @@ class Turns(Generic[T]):
             Stopped: the step has failed.
         """
         with self._mutex:
-            if self._stopped:
-                raise Stopped
-            if self._actions[self._next] == action:
+            if self._is_turn(action):
                 return
             turn = self._waiting[action] = threading.Lock()  # so that only its thread wakes
             turn.acquire()
@@ -67,12 +65,15 @@ class Turns(Generic[T]):
             Stopped: the step has failed.
         """
         with self._mutex:
-            if self._stopped:
-                raise Stopped
-            if self._actions[self._next] == action:
+            if self._is_turn(action):
                 return True
             self._put_down[action] = task
             return False
+
+    def _is_turn(self, action: Action) -> bool:
+        if self._stopped:
+            raise Stopped
+        return self._actions[self._next] == action
 
     def leave(self) -> T | None:
         """Passes the turn on to the next action; returns its task if that was put down.

@@ -6,6 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch.nn.functional as F
+from support.forward_nets import Net, batch, pipeline
+from torch import nn
 
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.checkpoint import CheckpointStore
@@ -24,7 +27,7 @@ from hybridtrain.launch import (
 from hybridtrain.launch.activity import Activity
 from hybridtrain.launch.process_id import is_stopped, kill
 from hybridtrain.launch.process_store import EXIT_STALLED, Report
-from hybridtrain.launch.watchdog import summary, write_stacks
+from hybridtrain.launch.watchdog import report, summary, write_stacks
 from hybridtrain.schedule import Action
 
 
@@ -181,6 +184,36 @@ def test_what_a_process_was_doing_last_is_said_in_words_of_its_schedule():
     watch = Watchdog(ProcessStore(None, 0, 1), 10, 600, record)
     watch.store.publish("doing", Report(summary(record), 0))
     assert watch._last_seen(watch.store, 0).endswith(f" {summary(record)}")
+
+
+def test_a_layer_that_stands_still_is_named_by_stage_micro_batch_and_line():
+    stands, go_on = threading.Event(), threading.Event()
+    go_on.set()
+
+    class Stands(nn.Linear):
+        def forward(self, x):
+            stands.set()
+            go_on.wait(20)
+            return super().forward(x)
+
+    net = Net()
+    net.c = Stands(8, 8)
+    model = pipeline(net, split=[2, 2], self_check=False)
+    stands.clear()  # it has run to find where the model may be cut
+    go_on.clear()
+    step = threading.Thread(target=model.train_step, args=(*batch(), F.mse_loss))
+    step.start()
+    try:
+        assert stands.wait(20)
+        seen = report(activity)
+    finally:
+        go_on.set()
+        step.join()
+    assert seen.what.startswith("in the forward of micro-batch 0 on stage 1 (step ")
+    assert f'File "{__file__}", line ' in seen.what
+    assert seen.what.endswith("in forward")
+    assert seen.blame == 2
+    assert "micro-batch" not in report(activity).what
 
 
 def test_the_first_evaluation_as_a_whole_may_take_longer():

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 @pytest.mark.parametrize("cell", cells(), ids=str)
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(5)
 def test_training_equals_the_unsplit_model(cell: Cell) -> None:
     check_cell(cell)
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import assert_same, copied, micro_batches
-from support.nets import CASES, TanhLinear, regression
+from support.forward_nets import CHUNKS, ROWS, Net
+from support.nets import CASES
 from support.stand_in_gpus import StandInGPUs, on_host, stand_in_gpus
 from torch import Tensor, nn
 
@@ -23,7 +24,6 @@ from hybridtrain.errors import SplitError
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-ROWS, CHUNKS = 7, 3
 COMPARED = 4  # the first steps, which compare what layers change
 
 
@@ -75,16 +75,6 @@ def test_training_on_several_devices_equals_plain_pytorch(
     case = CASES[kind]
     count = 3 if len(settings) < 3 else 2
     check_exact(case.net(), case.batch(10, 0), case.loss, count, chunks=4, **settings)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
-        self.prepare()
-
-    def prepare(self) -> None:
-        pass
 
 
 class Masked(Net):
@@ -303,24 +293,3 @@ def test_steps_after_the_first_that_are_compared_wait_for_no_device() -> None:
                 gpus.syncs = 0
             model.train_step(*CASES["linear"].batch(10, seed), CASES["linear"].loss)
         assert gpus.syncs == 0
-
-
-@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
-@pytest.mark.thorough
-def test_memory_does_not_grow_with_the_number_of_micro_batches(trains: bool) -> None:
-    peaks = []
-    for chunks in (6, 18) if trains else (12, 36):
-        net = nn.Sequential(*[TanhLinear() for _ in range(6 if trains else 16)])
-        x, y = regression(chunks * 64)
-        with stand_in_gpus(3, operation_s=1e-3, copy_s=5e-3) as gpus:
-            split = "uniform" if trains else [2, 2, 12]
-            model = model_on(gpus, net, chunks=chunks, split=split, self_check=False)
-            if trains:
-                model.train_step(x, y, F.mse_loss)
-            else:
-                model.eval()
-                model.map_outputs(x, y, F.mse_loss)
-            gpus.synchronize(gpus.devices[0])
-            peaks.append([gpus.peak_memory(device).allocated for device in gpus.devices[:2]])
-    # except for the losses and a few blocks, whatever the order of the threads
-    assert all(many < 1.3 * few for few, many in zip(*peaks, strict=True)), peaks

@@ -14,36 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.matrix import Cell, cells, check_cell
+from support.forward_nets import CHUNKS, ROWS, Net, batch, pipeline, plain_step
 from torch import Tensor, nn
 
-from hybridtrain import HybridModel, World
+from hybridtrain import HybridModel
 from hybridtrain.errors import NotExactError, SplitError, UserError
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-ROWS, CHUNKS = 7, 3
-
-
-@pytest.mark.parametrize("cell", cells(), ids=str)
-@pytest.mark.quick_cases(5)
-def test_training_equals_the_unsplit_model(cell: Cell) -> None:
-    check_cell(cell)
-
-
-class Net(nn.Module):
-    """Four layers with code between them; subclasses change one or the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
-        self.prepare()
-
-    def prepare(self) -> None:
-        pass
-
-    def forward(self, x: Tensor) -> Any:
-        return self.d(self.c(self.b(self.a(x).tanh()).tanh()).tanh())
 
 
 class SkipConnection(Net):
@@ -144,23 +121,6 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
     return F.mse_loss(output["out"] if isinstance(output, dict) else output, target)
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 8, generator=generator)
-
-
-def pipeline(net: nn.Module, stages: int = 2, **options: Any) -> HybridModel:
-    world = World.from_env(nb_part=stages, devices="cpu")
-    options = {"chunks": CHUNKS, "example_inputs": batch()[0]} | options
-    return HybridModel(net, world, **options)
-
-
-def plain_step(net: nn.Module, x: Tensor, y: Tensor) -> None:
-    for part, target in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True):
-        loss = loss_of(net(part), target)
-        loss.backward(torch.full_like(loss, len(part) / len(x)))
-
-
 def check_equal(model: HybridModel, reference: nn.Module) -> None:
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
@@ -184,7 +144,7 @@ def test_gradients_equal_plain_pytorch_bit_for_bit(
     x, y = batch()
     for _ in range(3):  # the first steps of a kind look inside layers, later ones do not
         model.train_step(x, y, loss_of)
-        plain_step(reference, x, y)
+        plain_step(reference, x, y, loss_of)
     check_equal(model, reference)
 
 
@@ -198,7 +158,7 @@ def test_recomputed_layers_equal_plain_pytorch(kind: type[Net], recompute: Any) 
     x, y = batch()
     for _ in range(2):
         model.train_step(x, y, loss_of)
-        plain_step(reference, x, y)
+        plain_step(reference, x, y, loss_of)
     check_equal(model, reference)
 
 
@@ -238,7 +198,7 @@ def test_a_recomputed_layer_gets_objects_as_they_were() -> None:
     model = pipeline(net, recompute="always", split=split)
     x, y = batch()
     model.train_step(x, y, loss_of)
-    plain_step(reference, x, y)
+    plain_step(reference, x, y, loss_of)
     check_equal(model, reference)
 
 
@@ -270,7 +230,7 @@ def test_a_layer_may_add_to_a_container_that_it_gets(container: Any) -> None:
     for recompute in ("never", "always"):
         model = pipeline(net, 3, recompute=recompute)
         model.train_step(*batch(), loss_of)
-        plain_step(reference, *batch())
+        plain_step(reference, *batch(), loss_of)
     check_equal(model, reference)
 
 
@@ -302,7 +262,7 @@ def test_values_that_a_forward_reads_may_change_between_steps() -> None:
             module.settings["power"] = 1 + change % 2
             module.a.requires_grad_(change < 2)
         model.train_step(x, y, loss_of)
-        plain_step(reference, x, y)
+        plain_step(reference, x, y, loss_of)
     check_equal(model, reference)
 
 
@@ -361,7 +321,7 @@ def test_state_across_stages_is_exact_if_its_code_is_in_one_stage() -> None:
     plain = nn.Sequential(copy.deepcopy(model.net[0]), reference)
     x, y = batch()
     model.train_step(x, y, loss_of)
-    plain_step(plain, x, y)
+    plain_step(plain, x, y, loss_of)
     check_equal(model, plain)
 
 
@@ -390,7 +350,7 @@ def test_a_forward_that_seeds_is_refused_and_one_with_its_own_generator_is_exact
     reference = copy.deepcopy(net)
     model = pipeline(net)
     model.train_step(*batch(), loss_of)
-    plain_step(reference, *batch())
+    plain_step(reference, *batch(), loss_of)
     check_equal(model, reference)
 
 
@@ -427,7 +387,7 @@ def test_a_gradient_over_a_cut_is_refused_and_exact_in_one_stage() -> None:
     reference = copy.deepcopy(net)
     model = pipeline(net, split=[1, 1])
     model.train_step(*batch(), loss_of)
-    plain_step(reference, *batch())
+    plain_step(reference, *batch(), loss_of)
     check_equal(model, reference)
 
 
@@ -454,7 +414,7 @@ def test_an_error_names_layer_micro_batch_and_stage_and_the_next_step_runs() -> 
     net.fails = False
     model.zero_grad()
     model.train_step(*batch(), loss_of)
-    plain_step(reference, *batch())
+    plain_step(reference, *batch(), loss_of)
     check_equal(model, reference)
 
 

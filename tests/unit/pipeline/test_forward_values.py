@@ -10,48 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.forward_nets import CHUNKS, ROWS, Net, batch, pipeline, plain_step
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError, NotExactError, SplitError
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
-ROWS, CHUNKS = 7, 3
 OPTIONS: list[dict[str, Any]] = [{}, {"schedule": "zb-h1"}, {"nb_part": 3}, {"recompute": "always"}]
-
-
-class Net(nn.Module):
-    """Four layers with code between them; `c` and `d` are in later stages than `a`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
-        self.prepare()
-
-    def prepare(self) -> None:
-        pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.d(self.middle(self.a(x)))
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.c(self.b(x).tanh()).tanh()
-
-
-def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 8, generator=generator)
-
-
-def pipeline(net: nn.Module, nb_part: int = 2, **options: Any) -> HybridModel:
-    world = World.from_env(nb_part=nb_part, devices="cpu")
-    return HybridModel(net, world, **{"chunks": CHUNKS, "example_inputs": batch()[0]} | options)
-
-
-def plain_step(net: nn.Module, x: Tensor, y: Tensor) -> None:
-    for part, target in zip(x.tensor_split(CHUNKS), y.tensor_split(CHUNKS), strict=True):
-        (F.mse_loss(net(part), target) * (len(part) / len(x))).backward()
 
 
 def check_exact(
@@ -418,3 +385,41 @@ def test_an_adapter_added_later_is_refused_and_trained_by_a_new_model() -> None:
     for name, parameter in model.named_parameters():
         if name in gradients and "other" in name:
             assert torch.equal(parameter.grad, gradients[name]), name
+
+
+class Doubles(TorchFunctionMode):
+    """Doubles what linear layers return, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs or {})
+        if func is F.linear:
+            self.count += 1
+            output = output * 2
+        return output
+
+
+class ModeOverACut(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        with Doubles() as mode:
+            x = self.c(self.b(x).tanh()).tanh()
+        assert mode.count == 2  # and ends here, so that `d` is not doubled
+        return x
+
+
+class DeviceOverACut(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            return self.c(self.b(x).tanh() + torch.ones(8)).tanh()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", [ModeOverACut, DeviceOverACut])
+@pytest.mark.quick_cases(5)
+def test_a_mode_that_the_forward_enters_before_a_cut_ends_where_the_forward_leaves_it(
+    kind: type[Net], options: dict[str, Any]
+) -> None:
+    check_exact(kind(), **options)

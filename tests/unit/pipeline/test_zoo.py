@@ -19,8 +19,8 @@ from support.zoo import (
 
 from hybridtrain.errors import UserError
 
-# The height and width of the images; 32 for the others. With 64 the memory format of some gradients
-# of ConvNeXt differs from that of their values.
+# The height and width of the images; 32 for the others. With 64 some gradients of ConvNeXt
+# have another memory format than their values.
 SIZES = {"alexnet": 63, "convnext_tiny": 64, "inception_v3": 75}
 
 FAMILIES = ["mobilenet_v3_small", "resnet18"]

@@ -1,0 +1,70 @@
+"""A cut model, as the automatic checks compare it with the unsplit module."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from hybridtrain.options import PipelineOptions
+from hybridtrain.partitioning import Plan, PlannedLayers
+from hybridtrain.world import World
+
+SAMPLES = 2
+"""The number of samples of a micro-batch that the check uses."""
+
+MAX_BYTES = 4 * 2**30
+"""Models with more bytes of parameters and buffers are never run on numbers. A run on numbers needs
+about four times the memory of the model."""
+
+MAX_SECONDS = 5.0
+"""The check on numbers is skipped if one forward and backward of the cut model takes longer."""
+
+
+class CutModel(NamedTuple):
+    """A module and its cut into stages.
+
+    Attributes:
+        net: the module; parameters held by other processes are on the meta device.
+        plan: the layers of each stage.
+        planned: the layers.
+        options: the pipeline options of the run.
+        world: the processes and devices of the run.
+    """
+
+    net: nn.Module
+    plan: Plan
+    planned: PlannedLayers
+    options: PipelineOptions
+    world: World
+
+    @property
+    def is_partial(self) -> bool:
+        """True if other processes hold some of the parameters or buffers."""
+        return any(tensor.is_meta for tensor in (*self.net.parameters(), *self.net.buffers()))
+
+
+def kind_of(inputs: Any, size: int) -> Any:
+    """Returns the properties of a micro-batch of `size` samples that decide which code runs."""
+    leaves, spec = tree_flatten(inputs)
+    return spec, tuple(
+        (leaf.dtype, tuple(min(n, 2) for n in (size, *leaf.shape[1:])) if leaf.dim() else ())
+        if isinstance(leaf, Tensor)
+        else type(leaf)
+        for leaf in leaves
+    )
+
+
+def root_of(output: Any) -> Tensor | None:
+    """Returns a scalar that depends on all outputs that require a gradient, or None without any."""
+    generator = torch.Generator().manual_seed(0)
+    total: Tensor | None = None
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            weights = torch.rand(values.shape, generator=generator, dtype=torch.float64)
+            product = (values * weights.to(values.device, values.dtype)).sum().float()
+            total = product if total is None else total + product
+    return total
