@@ -2,7 +2,10 @@
 
 layout         parallel layouts: devices per pipeline, replicas, schedule, recomputation, sharding
 stage_needs    memory of a layout's stages, and the times of their actions and messages
-price          the simulated time of a step, and the search for the fastest layouts that fit
+bounds         lower bounds of the time of a step, in closed form
+price          the simulated time of a step
+search         the search for the fastest layouts that fit
+prediction     the predicted numbers of the one layout of a run
 plan_table     plans with their prices, as a table
 unequal        the places of unequal devices, and the shares of replicas
 fully_sharded  the price of FSDP2, for comparison
@@ -19,15 +22,9 @@ from hybridtrain.price.plan_table import (
     model_costs,
     recompute_option,
 )
-from hybridtrain.price.price import (
-    DoesNotFit,
-    Prediction,
-    Price,
-    find_layouts,
-    predict_step,
-    proposed,
-    why_not_priced,
-)
+from hybridtrain.price.prediction import Prediction, predict_step, why_not_priced
+from hybridtrain.price.price import Price
+from hybridtrain.price.search import DoesNotFit, find_layouts, proposed
 from hybridtrain.price.stage_needs import DeviceMemory
 from hybridtrain.price.unequal import EQUAL, Arrangement, arranged, arrangements
 

@@ -92,6 +92,13 @@ class ParallelLayout:
         """For each stage, the index of its device in the pipeline."""
         return _devices(self.stages, self.nb_part, registered(self.schedule).placement)
 
+    def by_device(self, values: Sequence[float]) -> list[float]:
+        """Returns the sum of the stages' values for each device."""
+        sums = [0.0] * self.nb_part
+        for device, value in zip(self.devices, values, strict=True):
+            sums[device] += value
+        return sums
+
     @cached_property
     def recomputed(self) -> float:
         """Forwards that a backward recomputes, on average over the micro-batches: 0 to 1."""

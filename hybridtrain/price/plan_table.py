@@ -26,7 +26,8 @@ from hybridtrain.partitioning import (
 )
 from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
 from hybridtrain.price.layout import Choices, ParallelLayout, StepWork
-from hybridtrain.price.price import ALIKE, Price, find_layouts
+from hybridtrain.price.price import Price
+from hybridtrain.price.search import ALIKE, find_layouts
 from hybridtrain.price.stage_needs import planned_costs, stage_times
 from hybridtrain.schedule import (
     Schedule,

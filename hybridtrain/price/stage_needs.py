@@ -183,6 +183,11 @@ def _builds(
     return True
 
 
+def by_stage(values: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Returns the sum of the layers' values for each stage of `counts` layers."""
+    return [sum(values[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
+
+
 def _stages_by_device(layout: ParallelLayout) -> list[list[int]]:
     return _by_device(layout.devices, layout.nb_part)
 
@@ -303,6 +308,11 @@ class StageTimes(Durations):
     host: tuple[float, ...]
     host_in_parts: tuple[float, ...]
     recompute: tuple[float, ...]
+
+    @property
+    def whole(self) -> list[float]:
+        """The milliseconds of a forward and a whole backward of each stage."""
+        return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
 
 
 def stage_times(

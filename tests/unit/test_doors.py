@@ -140,6 +140,8 @@ INSIDE = """
     # price: the parts of a price, against brute force
     price.layout unit/price/test_memory_buys_time.py unit/price/test_pricing.py
     price.layout unit/price/test_unequal_hardware.py
+    price.bounds unit/price/test_pricing.py
+    price.search unit/price/test_pricing.py
     price.price unit/price/test_unequal_hardware.py
     price.price unit/price/test_memory_buys_time.py
     price.price unit/price/test_plan_answers.py unit/price/test_pricing.py

@@ -31,8 +31,10 @@ from hybridtrain.partitioning import (
 )
 from hybridtrain.partitioning.estimates import Rates, count_work
 from hybridtrain.price import Choices, ParallelLayout, StepWork, find_layouts, find_plans
+from hybridtrain.price.bounds import least_step_ms
 from hybridtrain.price.layout import layouts
-from hybridtrain.price.price import ALIKE, _Search, least_step_ms, price, simulated_step
+from hybridtrain.price.price import price, simulated_step
+from hybridtrain.price.search import ALIKE, _Search
 from hybridtrain.price.stage_needs import device_memory, most_in_flight, stage_times
 from hybridtrain.schedule import (
     Durations,

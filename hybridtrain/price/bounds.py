@@ -1,0 +1,75 @@
+"""Lower bounds of the time of a step, in closed form: for any schedule, and for any cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridtrain.price.layout import ParallelLayout, StepWork
+from hybridtrain.price.stage_needs import StageTimes, most_in_flight
+
+
+def least_step_ms(
+    work: StepWork, layout: ParallelLayout, times: StageTimes, optimizer: float
+) -> float:
+    """Returns a lower bound of the step time in milliseconds, for any schedule."""
+    data = work.data_ms_per_sample * work.samples * work.accumulate / layout.replicas
+    return max(least_batch_ms(layout, times) * work.accumulate + optimizer, data)
+
+
+def least_batch_ms(layout: ParallelLayout, times: StageTimes) -> float:
+    """Returns a lower bound of a batch's milliseconds, for any schedule of these stages.
+
+    Device d cannot begin before the first micro-batch has passed the devices before it. Then it
+    computes all its actions, and after its last backward the gradient passes those devices again.
+    If it may hold n micro-batches, every n of them take at least the time of one micro-batch from
+    d to the last device and back.
+    """
+    through = 0.0
+    least = 0.0
+    # with two-part backwards, the weight parts may run after the gradients have gone back
+    whole = not layout.splits_backwards
+    in_flight = most_in_flight(layout) if layout.stages_per_device == 1 and whole else ()
+    end_to_end = sum(times.whole) + 2 * sum(times.transfer)
+    busy = layout.by_device(times.whole)
+    for device in range(layout.nb_part):
+        least = max(least, through + busy[device] * layout.chunks)
+        if in_flight:
+            least = max(
+                least,
+                through + (end_to_end - through) * (1 + (layout.chunks - 1) // in_flight[device]),
+            )
+        through += times.forward[device] + whole * times.backward[device]
+        if device < len(times.transfer):
+            through += (1 + whole) * times.transfer[device]
+    return max(least, host_bound_ms(layout, times))
+
+
+def host_bound_ms(
+    layout: ParallelLayout, times: StageTimes, divided: Sequence[float] | None = None
+) -> float:
+    """Returns the milliseconds of the process that launches the most operators.
+
+    The threads of `engine=local` take turns in one interpreter.
+
+    Args:
+        layout: the parallel layout.
+        times: the times of its stages.
+        divided: the number of backwards of each stage that run in two parts; None: no backward.
+    """
+    calls_ms = [host * layout.chunks for host in times.host]
+    if divided is not None:
+        split_calls = zip(calls_ms, times.host_in_parts, divided, strict=True)
+        calls_ms = [host + extra * number for host, extra, number in split_calls]
+    by_device = layout.by_device(calls_ms)
+    return sum(by_device) if layout.engine != "distributed" else max(by_device)
+
+
+def least_with_idle_time(whole: float, stages: int, chunks: int) -> float:
+    """Returns the least time of a batch, with one stage per device and whole backwards.
+
+    Stage `s` takes `t[s]` per micro-batch. It begins when the first micro-batch has passed the
+    stages before it, and their backwards follow its last backward. So a batch of `m` micro-batches
+    takes at least `t[0] + ... + t[s-1] + m t[s]`. The maximum over `s` is smallest, M, if all are
+    equal: `t[s] = M / m * (1 - 1 / m) ** s`, and these add up to `whole`.
+    """
+    return whole / (1 - (1 - 1 / chunks) ** stages)
