@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from hybridtrain._base.hardware import Hardware
+from hybridtrain.partitioning import CostTable
 from hybridtrain.price.layout import ParallelLayout, StepWork
-from hybridtrain.price.stage_needs import StageTimes, most_in_flight
+from hybridtrain.price.stage_needs import StageTimes, action_ms, most_in_flight
 
 
 def least_step_ms(
@@ -64,7 +67,54 @@ def host_bound_ms(
     return sum(by_device) if layout.engine != "distributed" else max(by_device)
 
 
-def least_with_idle_time(whole: float, stages: int, chunks: int) -> float:
+class AllLayers(NamedTuple):
+    """Milliseconds of a forward and a backward of a micro-batch, in all layers of a model.
+
+    Attributes:
+        sum_ms: all layers on one device.
+        largest_ms: the slowest layer.
+        host_ms: the host's calls of all operators.
+    """
+
+    sum_ms: float
+    largest_ms: float
+    host_ms: float
+
+    @staticmethod
+    def of(table: CostTable, samples: int, recomputed: float) -> AllLayers:
+        """Returns the times of these costs, with each forward `recomputed` times."""
+        times = [
+            cost.forward_ms * (1 + recomputed) + cost.backward_ms
+            for cost in table.costs_at(samples)
+        ]
+        calls = [(1 + recomputed) * forward + backward for forward, backward in table.host_ms]
+        return AllLayers(sum(times), max(times), sum(calls))
+
+
+def least_step_ms_of_any_cut(
+    layers: AllLayers, hardware: Hardware, work: StepWork, layout: ParallelLayout
+) -> float:
+    """Returns a lower bound of the step time in milliseconds, for any schedule and any cut.
+
+    With the best cut all devices are equally busy, and so are the processes that call their
+    operators. Small models are bound by these calls: without them, the search would have to cut
+    the model for nearly all layouts.
+    """
+    busy = max(layers.sum_ms / sum(layout.speeds), layers.largest_ms / max(layout.speeds))
+    busy *= layout.chunks
+    is_equal = len(set(layout.speeds)) == 1
+    if layout.stages_per_device == 1 and not layout.splits_backwards and is_equal:
+        of_speed = layers.sum_ms / layout.speeds[0]
+        busy = max(busy, _least_with_idle_time(of_speed, layout.nb_part, layout.chunks))
+    actions = [2 * action_ms(hardware, layout, stage) for stage in range(layout.stages)]
+    processes = layout.nb_part if layout.engine == "distributed" else 1
+    host = (layers.host_ms + sum(actions)) * layout.chunks / processes
+    batch = max(busy, host)
+    load = work.data_ms_per_sample * work.samples / layout.replicas
+    return max(batch, load) * work.accumulate
+
+
+def _least_with_idle_time(whole: float, stages: int, chunks: int) -> float:
     """Returns the least time of a batch, with one stage per device and whole backwards.
 
     Stage `s` takes `t[s]` per micro-batch. It begins when the first micro-batch has passed the

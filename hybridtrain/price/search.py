@@ -37,7 +37,7 @@ from hybridtrain.partitioning import (
     find_cut,
     improved_cut,
 )
-from hybridtrain.price.bounds import least_step_ms, least_with_idle_time
+from hybridtrain.price.bounds import AllLayers, least_step_ms, least_step_ms_of_any_cut
 from hybridtrain.price.layout import Choices, ParallelLayout, StepWork, layouts
 from hybridtrain.price.price import Price, optimizer_ms, price
 from hybridtrain.price.stage_needs import (
@@ -179,7 +179,7 @@ class _Search:
         self._work = work
         self._options = options
         self._even_cut = cache(self._most_even_cut)
-        self._times = cache(self._whole_times)
+        self._all_layers = cache(partial(AllLayers.of, table))
         self._weighed_at = cache(self._weighed_of)
         self._recomputed = cache(self._fewest_recomputed)
         # all but the last layer, whose cost includes the loss
@@ -219,14 +219,8 @@ class _Search:
 
     def bound(self, layout: ParallelLayout) -> float:
         """Returns a lower bound of the step's milliseconds, for any cut of the model."""
-        whole, largest = self._times(layout.samples(self._work), layout.recomputed)
-        busy = max(whole / sum(layout.speeds), largest / max(layout.speeds)) * layout.chunks
-        is_equal = len(set(layout.speeds)) == 1
-        if layout.stages_per_device == 1 and not layout.splits_backwards and is_equal:
-            of_speed = whole / layout.speeds[0]
-            busy = max(busy, least_with_idle_time(of_speed, layout.nb_part, layout.chunks))
-        load = self._work.data_ms_per_sample * self._work.samples / layout.replicas
-        return max(busy, load) * self._work.accumulate
+        layers = self._all_layers(layout.samples(self._work), layout.recomputed)
+        return least_step_ms_of_any_cut(layers, self._hardware, self._work, layout)
 
     def bound_of_cut(self, layout: ParallelLayout, counts: Sequence[int]) -> float:
         """Returns a lower bound of the step's milliseconds for this cut, for any schedule."""
@@ -449,11 +443,3 @@ class _Search:
         ]
         goal = Objective(speeds=speeds)
         return find_cut(costs, [1] * len(speeds), goal, self._table.no_cut_before)
-
-    def _whole_times(self, samples: int, recomputed: float) -> tuple[float, float]:
-        """Returns the milliseconds of a micro-batch in all layers, and in the slowest layer."""
-        times = [
-            cost.forward_ms * (1 + recomputed) + cost.backward_ms
-            for cost in self._table.costs_at(samples)
-        ]
-        return sum(times), max(times)

@@ -386,7 +386,7 @@ def _stage_ms(
     backward_compute = sum([cost.backward_ms for cost in costs]) / speed
     forward_calls = sum([forward_ms for forward_ms, _ in calls])
     backward_calls = sum([backward_ms for _, backward_ms in calls])
-    action = _action_ms(hardware, layout, stage)
+    action = action_ms(hardware, layout, stage)
     # a GPU computes while the host launches; a CPU does not
     synchronous = action if hardware.device == "cpu" else 0.0
     forward = max(forward_compute + synchronous, forward_calls + action)
@@ -437,7 +437,7 @@ def planned_costs(
     return costs
 
 
-def _action_ms(hardware: Hardware, layout: ParallelLayout, stage: int) -> float:
+def action_ms(hardware: Hardware, layout: ParallelLayout, stage: int) -> float:
     """Returns the host milliseconds of a forward or backward of `stage`, without its operators.
 
     With a process per device, they include receiving from one neighbor and sending to the other.

@@ -91,7 +91,9 @@ def problems(draw):
         action_s=draw(st.sampled_from([0.0, 1e-4])),
     )
     uneven = draw(st.lists(st.sampled_from([0.2, 1.0, 3.0]), min_size=1, max_size=5))
-    return table_of(times, uneven=uneven), hardware, StepWork(8)
+    calls_ms = draw(st.sampled_from([0.0, 1.0, 10.0]))
+    table = replace(table_of(times, uneven=uneven), host_ms=[(calls_ms, 2 * calls_ms)] * len(times))
+    return table, hardware, StepWork(8)
 
 
 @st.composite
@@ -272,6 +274,14 @@ def test_no_simulated_step_is_faster_than_the_bound(problem):
             bound = least_step_ms(job, one, times, 0.0)
             assert search.bound(one) <= bound * (1 + 1e-9)
             assert bound <= price(table, hardware, job, one, cut).step_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("engine", "processes"), [("local", 1), ("distributed", 2)])
+def test_a_layout_that_the_host_makes_slow_is_known_to_be_slow_before_it_is_cut(engine, processes):
+    table = replace(table_of([0.001] * 4), host_ms=[(1.0, 2.0)] * 4)
+    layout = ParallelLayout(2, chunks=8, engine=engine)
+    bound = _Search(table, Hardware(devices_per_node=2), StepWork(8)).bound(layout)
+    assert bound >= 8 * 4 * 3.0 / processes
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
