@@ -20,13 +20,14 @@ stage_owners   the devices that a replica is spread over, and the processes that
 from hybridtrain.partitioning.cost_table import (
     CostTable,
     LossOfStep,
+    StageSums,
     count_layers,
     counted_costs,
     counted_costs_of_one_size,
     given_costs,
     measured_costs,
 )
-from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
+from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes, most_temporary
 from hybridtrain.partitioning.cut_search import cut_by_costs, every_cut, find_cut, improved_cut
 from hybridtrain.partitioning.estimates import NotOnFakesError, chain_inputs, model_flops
 from hybridtrain.partitioning.manual_split import partition, set_partition
@@ -70,6 +71,7 @@ __all__ = [
     "RecomputePolicy",
     "StageOwners",
     "StagePlan",
+    "StageSums",
     "balance_by_size",
     "balance_by_time",
     "balances",
@@ -85,6 +87,7 @@ __all__ = [
     "layer_sizes",
     "measured_costs",
     "model_flops",
+    "most_temporary",
     "needs_costs",
     "observe",
     "observed_chain",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property, partial
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.precision import autocast
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Chain, Layer
-from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
+from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes, most_temporary
 from hybridtrain.partitioning.estimates import (
     CountedLayer,
     Rates,
@@ -31,6 +32,36 @@ from hybridtrain.partitioning.measurements import LayerProfiler
 from hybridtrain.partitioning.work_counter import Work
 
 Facts = TypeVar("Facts", LayerCost, Work)
+
+
+class StageSums(NamedTuple):
+    """The costs of consecutive layers that make a stage, for one micro-batch.
+
+    Attributes:
+        forward_ms: the forwards of its layers.
+        backward_ms: their backwards.
+        recomputed_ms: the part of `backward_ms` that recomputes single layers.
+        forward_calls_ms: host time to launch its forwards.
+        backward_calls_ms: host time to launch its backwards.
+        input_bytes: the values that cross the cut before it; 0 for the first stage.
+        activation_bytes: the activations of its layers.
+        temporary_bytes: see `most_temporary`.
+        weight_bytes: its parameters and buffers.
+        trained_bytes: its trained parameters.
+        frozen_bytes: its other parameters.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    recomputed_ms: float
+    forward_calls_ms: float
+    backward_calls_ms: float
+    input_bytes: int
+    activation_bytes: int
+    temporary_bytes: int
+    weight_bytes: int
+    trained_bytes: int
+    frozen_bytes: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +82,7 @@ class CostTable:
         contention_at: `contention_at(samples)` returns the slowdown factor of a device while all
             other devices of its pipeline compute.
         recomputed: the indices of the layers whose activations are recomputed in these costs.
+        stored: the costs of the same layers if none is recomputed; None: these costs.
     """
 
     costs_at: Callable[[int], Sequence[LayerCost]]
@@ -61,7 +93,8 @@ class CostTable:
     model: str = ""
     flops_per_sample: float | None = None
     contention_at: Callable[[int], float] = lambda samples: 1.0
-    recomputed: Set[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
+    stored: CostTable | None = None
 
     def recomputing(self, layers: Set[int]) -> CostTable:
         """Returns the costs of a run that recomputes the activations of these layers.
@@ -81,7 +114,47 @@ class CostTable:
             costs_at=cache(costs_at),
             host_ms=[(f, b + f * (index in layers)) for index, (f, b) in enumerate(self.host_ms)],
             recomputed=frozenset(layers),
+            stored=self,
         )
+
+    def stages_at(self, samples: int, counts: Sequence[int]) -> list[StageSums]:
+        """Returns the costs of stages of `counts` layers, for a micro-batch of `samples`."""
+        stage_at = (self.stored or self)._stage_at
+        return [
+            stage_at(samples, start, end, self.recomputed.intersection(range(start, end)))
+            for start, end in pairwise(accumulate(counts, initial=0))
+        ]
+
+    @cached_property
+    def _stage_at(self) -> Callable[[int, int, int, frozenset[int]], StageSums]:
+        """The costs of a stage, by samples, first layer, end and recomputed layers.
+
+        A search asks for most stages many times, since a cut that moves changes two of them. Sums
+        are cached, and not differences of prefix sums, which round: equal stages would differ.
+        """
+
+        def stage_at(samples: int, start: int, end: int, single: frozenset[int]) -> StageSums:
+            all_costs, sizes = self.costs_at(samples), self.sizes[start:end]
+            costs = [
+                self._recomputed_at(samples)[index] if index in single else all_costs[index]
+                for index in range(start, end)
+            ]
+            return StageSums(
+                forward_ms=sum([cost.forward_ms for cost in costs]),
+                backward_ms=sum([cost.backward_ms for cost in costs]),
+                recomputed_ms=sum([all_costs[index].forward_ms for index in single]),
+                forward_calls_ms=sum([ms for ms, _ in self.host_ms[start:end]]),
+                backward_calls_ms=sum([ms for _, ms in self.host_ms[start:end]])
+                + sum([self.host_ms[index][0] for index in single]),
+                input_bytes=all_costs[start - 1].crossing_bytes if start else 0,
+                activation_bytes=sum([cost.activation_bytes for cost in costs]),
+                temporary_bytes=most_temporary(costs),
+                weight_bytes=sum([size.weights for size in sizes]),
+                trained_bytes=sum([size.trained for size in sizes]),
+                frozen_bytes=sum([size.frozen for size in sizes]),
+            )
+
+        return cache(stage_at)
 
     @cached_property
     def _recomputed_at(self) -> Callable[[int], Sequence[LayerCost]]:

@@ -71,6 +71,19 @@ class LayerSize:
     frozen: int = 0
 
 
+def most_temporary(costs: Sequence[LayerCost]) -> int:
+    """Returns by how much a stage exceeds its activations, while one of its layers runs.
+
+    While a layer runs, the later layers of the stage hold no activations: in the forward they have
+    not run yet, and in the backward they have freed them.
+    """
+    most = behind = 0
+    for cost in reversed(costs):
+        most = max(most, cost.temporary_bytes - behind)
+        behind += cost.activation_bytes
+    return most
+
+
 class CalledLayers(list[Layer]):
     """Layers that are calls of submodules in a model's own forward.
 

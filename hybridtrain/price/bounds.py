@@ -109,9 +109,8 @@ def least_step_ms_of_any_cut(
     actions = [2 * action_ms(hardware, layout, stage) for stage in range(layout.stages)]
     processes = layout.nb_part if layout.engine == "distributed" else 1
     host = (layers.host_ms + sum(actions)) * layout.chunks / processes
-    batch = max(busy, host)
     load = work.data_ms_per_sample * work.samples / layout.replicas
-    return max(batch, load) * work.accumulate
+    return max(busy, host, load) * work.accumulate
 
 
 def _least_with_idle_time(whole: float, stages: int, chunks: int) -> float:

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import counted, with_unit
-from hybridtrain.partitioning import CostTable
+from hybridtrain.partitioning import CostTable, most_temporary
 from hybridtrain.price.layout import StepWork, divisors
-from hybridtrain.price.stage_needs import most_temporary
 
 # Layers with gathered weights at any time: the layer that computes and the next layer.
 _GATHERED = 2

@@ -13,13 +13,12 @@ from functools import lru_cache
 from math import lcm
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.partitioning import CostTable, LayerSize
+from hybridtrain.partitioning import CostTable, StageSums
 from hybridtrain.price.bounds import host_bound_ms, least_batch_ms
 from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.price.stage_needs import (
     DeviceMemory,
     StageTimes,
-    by_stage,
     device_memory,
     most_in_flight,
     stage_times,
@@ -124,8 +123,9 @@ def price(
     transfer = 0.0
     if any(times.transfer):
         transfer = simulated.length - simulated_step(layout, without_transfers).length
-    reduce = _exchange_ms(table.sizes, hardware, layout, counts, simulated)
-    optimizer = optimizer_ms(table.sizes, hardware, work, layout, counts)
+    stages = table.stages_at(layout.samples(work), counts)
+    reduce = _exchange_ms(stages, hardware, layout, simulated)
+    optimizer = optimizer_ms(stages, hardware, work, layout)
     busy = max(by_device)
     compute = busy
     if hardware.device != "cpu":  # a CPU computes what its host time calls
@@ -226,28 +226,23 @@ def _simulated(
 
 
 def optimizer_ms(
-    sizes: Sequence[LayerSize],
-    hardware: Hardware,
-    work: StepWork,
-    layout: ParallelLayout,
-    counts: Sequence[int],
+    stages: Sequence[StageSums], hardware: Hardware, work: StepWork, layout: ParallelLayout
 ) -> float:
     """Returns the optimizer's milliseconds on the device with the most parameters.
 
     The optimizer reads weights, gradients and its state, and writes weights and state.
     """
     tensors = 3 + 2 * work.optimizer_tensors_per_param
-    trained = layout.by_device(by_stage([size.trained for size in sizes], counts))
+    trained = layout.by_device([stage.trained_bytes for stage in stages])
     most = max(nbytes / speed for nbytes, speed in zip(trained, layout.speeds, strict=True))
     shares = 1 if layout.shard == "none" else layout.replicas
     return tensors * most / shares / hardware.sustained_bandwidth * 1e3
 
 
 def _exchange_ms(
-    sizes: Sequence[LayerSize],
+    stages: Sequence[StageSums],
     hardware: Hardware,
     layout: ParallelLayout,
-    counts: Sequence[int],
     simulated: SimulatedStep,
 ) -> float:
     """Returns the milliseconds that communication between replicas adds to a step.
@@ -260,15 +255,15 @@ def _exchange_ms(
     end = simulated.length
     reduce_end = [0.0] * layout.nb_part
     gather = [0.0] * layout.nb_part
-    trained = by_stage([size.trained for size in sizes], counts)
     order = sorted(range(layout.stages), key=lambda stage: simulated.last_backward[stage])
     for stage in order:
         begin, finish = simulated.last_backward[stage]
         device = layout.devices[stage]
-        one_way = hardware.gather_s(trained[stage], layout.replicas, layout.nb_part) * 1e3
+        trained = stages[stage].trained_bytes
+        one_way = hardware.gather_s(trained, layout.replicas, layout.nb_part) * 1e3
         # a reduce-scatter and an all-gather, also with shards: the norm needs whole gradients
         reduce = 2 * one_way
-        last_bucket = reduce * min(1.0, BUCKET_BYTES / max(1, trained[stage]))
+        last_bucket = reduce * min(1.0, BUCKET_BYTES / max(1, trained))
         begin = max(begin, reduce_end[device])
         reduce_end[device] = max(begin + reduce, finish + last_bucket)
         gather[device] += one_way if layout.shard != "none" else 0.0

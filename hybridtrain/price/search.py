@@ -226,8 +226,9 @@ class _Search:
         """Returns a lower bound of the step's milliseconds for this cut, for any schedule."""
         table = self._table_of(layout, counts)
         times = stage_times(table, self._hardware, self._work, layout, counts)
-        step = optimizer_ms(self._table.sizes, self._hardware, self._work, layout, counts)
-        return least_step_ms(self._work, layout, times, step)
+        stages = table.stages_at(layout.samples(self._work), counts)
+        update = optimizer_ms(stages, self._hardware, self._work, layout)
+        return least_step_ms(self._work, layout, times, update)
 
     def cuts(self, layout: ParallelLayout) -> list[list[int]]:
         """Returns cuts that fit into memory, as layers per stage: all, or the best of many.

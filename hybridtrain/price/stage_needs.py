@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.errors import ScheduleError
@@ -14,6 +13,7 @@ from hybridtrain.partitioning import (
     CostTable,
     LayerCost,
     LayerSize,
+    StageSums,
     whole_stages,
 )
 from hybridtrain.price.layout import ParallelLayout, StepWork
@@ -84,35 +84,19 @@ def device_memory(
         layout: the parallel layout.
         counts: the number of layers of each stage.
     """
-    costs = table.costs_at(layout.samples(work))
-    bounds = list(pairwise(accumulate(counts, initial=0)))
-    stages = [
-        _StageBytes(
-            inputs=costs[start - 1].crossing_bytes if start else 0,
-            activations=sum([cost.activation_bytes for cost in costs[start:end]]),
-            temporaries=most_temporary(costs[start:end]),
-        )
-        for start, end in bounds
-    ]
+    stages = table.stages_at(layout.samples(work), counts)
     memory = []
     for own_stages, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
-        sizes = [size for stage in own_stages for size in table.sizes[slice(*bounds[stage])]]
-        fixed = _fixed_bytes(sizes, work, layout)
+        weights = sum(stages[stage].weight_bytes for stage in own_stages)
+        trained = sum(stages[stage].trained_bytes for stage in own_stages)
+        fixed = _fixed_bytes(weights, trained, work, layout)
         at_peak = _bytes_at_peak(moments, stages, own_stages)
         memory.append(DeviceMemory(*fixed, *at_peak, hardware.library_bytes))
     return memory
 
 
-class _StageBytes(NamedTuple):
-    """The bytes of a stage: for each micro-batch its input and activations, and while it runs."""
-
-    inputs: int
-    activations: int
-    temporaries: int
-
-
 def _bytes_at_peak(
-    moments: Sequence[Moment], stages: Sequence[_StageBytes], own_stages: Sequence[int]
+    moments: Sequence[Moment], stages: Sequence[StageSums], own_stages: Sequence[int]
 ) -> tuple[int, int, int]:
     """Returns the activations, boundaries and temporaries of a device at its peak.
 
@@ -121,33 +105,20 @@ def _bytes_at_peak(
 
     Args:
         moments: the moments at which the device may hold the most.
-        stages: the bytes of all stages.
+        stages: the costs of all stages.
         own_stages: the device's stages.
     """
     activations = boundaries = peak = 0
     for moment in moments:
         here = there = 0
         for stage, inputs, alive, waiting in zip(own_stages, *moment[1:], strict=True):
-            nbytes = stages[stage].activations
+            nbytes = stages[stage].activation_bytes
             here += alive * nbytes + round(WAITING * waiting * nbytes)
-            there += inputs * stages[stage].inputs
+            there += inputs * stages[stage].input_bytes
         if here + there > activations + boundaries:
             activations, boundaries = here, there
-        peak = max(peak, here + there + stages[moment.stage].temporaries)
+        peak = max(peak, here + there + stages[moment.stage].temporary_bytes)
     return activations, boundaries, peak - activations - boundaries
-
-
-def most_temporary(costs: Sequence[LayerCost]) -> int:
-    """Returns by how much a stage exceeds its activations, while one of its layers runs.
-
-    While a layer runs, the later layers of the stage hold no activations: in the forward they have
-    not run yet, and in the backward they have freed them.
-    """
-    most = behind = 0
-    for cost in reversed(costs):
-        most = max(most, cost.temporary_bytes - behind)
-        behind += cost.activation_bytes
-    return most
 
 
 def most_in_flight(layout: ParallelLayout) -> tuple[int, ...]:
@@ -181,11 +152,6 @@ def _builds(
         return False
     schedule.check(table, nb_part, chunks, stages_per_device)
     return True
-
-
-def by_stage(values: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Returns the sum of the layers' values for each stage of `counts` layers."""
-    return [sum(values[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
 
 
 def _stages_by_device(layout: ParallelLayout) -> list[list[int]]:
@@ -262,24 +228,26 @@ def with_weight_bytes(
     costs: Sequence[LayerCost], sizes: Sequence[LayerSize], work: StepWork, layout: ParallelLayout
 ) -> list[LayerCost]:
     """Returns the costs with the bytes of each layer's weights, gradients and state, for a cut."""
-
     return [
-        replace(cost, weight_bytes=sum(_fixed_bytes([size], work, layout)), crossing_ms=0.0)
+        replace(
+            cost,
+            weight_bytes=sum(_fixed_bytes(size.weights, size.trained, work, layout)),
+            crossing_ms=0.0,
+        )
         for cost, size in zip(costs, sizes, strict=True)
     ]
 
 
 def _fixed_bytes(
-    sizes: Sequence[LayerSize], work: StepWork, layout: ParallelLayout
+    weights: int, trained: int, work: StepWork, layout: ParallelLayout
 ) -> tuple[int, int, int]:
     """Returns the bytes of layers that are always allocated: weights, gradients, optimizer state.
 
     Gradients are views of DDP's buckets, which DDP never frees.
     """
-    trained = sum([size.trained for size in sizes])
     state = trained * work.optimizer_tensors_per_param
     sharded = state if layout.shard == "none" else -(-state // layout.replicas)
-    return sum([size.weights for size in sizes]), trained, sharded
+    return weights, trained, sharded
 
 
 # CPU time of the operators in a two-part backward, relative to a whole one: tensors that both parts
@@ -323,69 +291,34 @@ def stage_times(
     counts: Sequence[int],
 ) -> StageTimes:
     """Returns the times of each stage's actions and of the messages between stages."""
-    costs = table.costs_at(layout.samples(work))
-    bounds = list(pairwise(accumulate(counts, initial=0)))
-    stages = [
-        _stage_ms(
-            hardware,
-            layout,
-            stage,
-            costs[start:end],
-            table.host_ms[start:end],
-            _weight_share(table.sizes[start:end]),
-        )
-        for stage, (start, end) in enumerate(bounds)
-    ]
-    recomputed_ms = [
-        layout.recomputed * cost.forward_ms if index not in table.recomputed else cost.forward_ms
-        for index, cost in enumerate(costs)
-    ]
-    transfer = [
-        _transfer_ms(hardware, layout, border, costs[cut - 1].crossing_bytes)
-        for border, cut in enumerate(list(accumulate(counts))[:-1])
-    ]
+    sums = table.stages_at(layout.samples(work), counts)
+    stages = [_stage_ms(hardware, layout, stage, costs) for stage, costs in enumerate(sums)]
     by_field = {field: tuple(stage[field] for stage in stages) for field in stages[0]}
-    recompute = tuple(
-        sum(recomputed_ms[start:end]) / speed
-        for (start, end), speed in zip(bounds, layout.stage_speeds, strict=True)
+    transfer = tuple(
+        _transfer_ms(hardware, layout, border, behind.input_bytes)
+        for border, behind in enumerate(sums[1:])
     )
-    return StageTimes(**by_field, transfer=tuple(transfer), recompute=recompute)
+    return StageTimes(**by_field, transfer=transfer)
 
 
-def _weight_share(sizes: Sequence[LayerSize]) -> float:
+def _weight_share(costs: StageSums) -> float:
     """Returns the part of a stage's backward for gradients of weights: half if all are trained.
 
     The other part, for gradients of inputs, is as long, and does not get shorter if weights are
     frozen.
     """
-    trained, frozen = (sum(getattr(s, name) for s in sizes) for name in ("trained", "frozen"))
+    trained, frozen = costs.trained_bytes, costs.frozen_bytes
     share = trained / (trained + frozen) if frozen else 1.0
     return share / (1 + share)
 
 
 def _stage_ms(
-    hardware: Hardware,
-    layout: ParallelLayout,
-    stage: int,
-    costs: Sequence[LayerCost],
-    calls: Sequence[tuple[float, float]],
-    weight_share: float,
+    hardware: Hardware, layout: ParallelLayout, stage: int, costs: StageSums
 ) -> dict[str, float]:
-    """Returns the times of a stage in milliseconds, by the field of `StageTimes`.
-
-    Args:
-        hardware: the devices and links.
-        layout: the parallel layout.
-        stage: the index of the stage.
-        costs: the costs of its layers.
-        calls: for each layer, host milliseconds to launch its forward and its backward.
-        weight_share: the part of a backward that computes gradients of weights.
-    """
+    """Returns the times of a stage in milliseconds, by the field of `StageTimes`."""
     recomputed, speed = layout.recomputed, layout.stage_speeds[stage]
-    forward_compute = sum([cost.forward_ms for cost in costs]) / speed
-    backward_compute = sum([cost.backward_ms for cost in costs]) / speed
-    forward_calls = sum([forward_ms for forward_ms, _ in calls])
-    backward_calls = sum([backward_ms for _, backward_ms in calls])
+    forward_compute, backward_compute = costs.forward_ms / speed, costs.backward_ms / speed
+    forward_calls, backward_calls = costs.forward_calls_ms, costs.backward_calls_ms
     action = action_ms(hardware, layout, stage)
     # a GPU computes while the host launches; a CPU does not
     synchronous = action if hardware.device == "cpu" else 0.0
@@ -405,7 +338,10 @@ def _stage_ms(
             else max(backward_compute, backward_calls + action + split_extra)
         )
     # the first stage's whole backward computes gradients of weights
-    weight = (weight_share if stage else 1.0) * split_backward if layout.splits_backwards else 0.0
+    share = _weight_share(costs) if stage else 1.0
+    weight = share * split_backward if layout.splits_backwards else 0.0
+    # layers that recompute one by one do so in every backward
+    others_ms = costs.forward_ms - costs.recomputed_ms
     host = (1 + recomputed) * forward_calls + backward_calls + 2 * action
     return {
         "forward": forward,
@@ -415,6 +351,7 @@ def _stage_ms(
         "weight": weight,
         "host": host,
         "host_in_parts": split_extra,
+        "recompute": (recomputed * others_ms + costs.recomputed_ms) / speed,
     }
 
 

@@ -223,11 +223,13 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
 
 
 def _with_nodes(plans: PricedPlans, choices: Choices, nodes: int) -> NodesPoint:
-    hardware = replace(plans.hardware, nodes=nodes)
-    try:
-        (price,) = find_layouts(plans.table, hardware, plans.work, choices, best=1)
-    except (ConfigError, SplitError):  # no layout uses all devices, or none fits
-        return NodesPoint(nodes, None)
+    price = plans.prices[0]
+    if nodes != plans.hardware.nodes:
+        hardware = replace(plans.hardware, nodes=nodes)
+        try:
+            (price,) = find_layouts(plans.table, hardware, plans.work, choices, best=1)
+        except (ConfigError, SplitError):  # no layout uses all devices, or none fits
+            return NodesPoint(nodes, None)
     layout = price.layout
     return NodesPoint(nodes, price.step_ms, f"{layout.replicas} x {layout.nb_part}")
 

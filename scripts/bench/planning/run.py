@@ -30,7 +30,7 @@ from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
-from hybridtrain.partitioning import LayerCost
+from hybridtrain.partitioning import LayerCost, most_temporary
 from hybridtrain.partitioning.cost_table import (
     LossOfStep,
     count_layers,
@@ -40,7 +40,7 @@ from hybridtrain.partitioning.cost_table import (
 )
 from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.price.price import price
-from hybridtrain.price.stage_needs import device_memory, most_temporary
+from hybridtrain.price.stage_needs import device_memory
 from hybridtrain.world import World
 from scripts.bench import emulated_devices
 from scripts.bench.common import Processes, mean_loss, print_footer, print_table, timed

@@ -27,6 +27,7 @@ from hybridtrain.partitioning import (
     counted_costs,
     counted_costs_of_one_size,
     given_costs,
+    most_temporary,
 )
 from hybridtrain.price import (
     Choices,
@@ -40,7 +41,7 @@ from hybridtrain.price import (
     proposed,
 )
 from hybridtrain.price.price import price
-from hybridtrain.price.stage_needs import device_memory, most_temporary
+from hybridtrain.price.stage_needs import device_memory
 from scripts.bench.planning import literature
 from scripts.bench.planning.run import ALLOCATED, allocated_peak
 

@@ -233,7 +233,8 @@ def test_what_is_fixed_never_makes_the_best_step_faster(problem, data):
         EVERY, **{name: [getattr(one, name)] for name in names if data.draw(st.booleans())}
     )
     found = fastest(table, hardware, job, fixed)
-    assert free.step_ms <= found.step_ms * (1 + 1e-9)
+    # the first plan is the simplest of those that are about as fast as the fastest
+    assert free.step_ms <= ALIKE * found.step_ms * (1 + 1e-9)
 
 
 @few
