@@ -22,7 +22,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -146,13 +146,14 @@ class Loader:
         DataError: the data set is unsuitable; the message says why.
     """
 
+    # `stream` sets it: it imports this module, so that this module cannot import it
+    for_streams: ClassVar[type[Loader]]
+
     def __new__(cls, dataset: Any = None, *args: Any, **settings: Any) -> Self:
         """Creates the loader for the type of `dataset`."""
         kind: Any = cls
         if cls is Loader:
-            from hybridtrain.data.stream import StreamLoader
-
-            kind = StreamLoader if is_stream(dataset) else TrainLoader
+            kind = Loader.for_streams if is_stream(dataset) else TrainLoader
         return object.__new__(kind)  # type: ignore[no-any-return]
 
     def __init__(

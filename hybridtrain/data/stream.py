@@ -49,6 +49,7 @@ from hybridtrain.data.fetch import (
     whole_batch,
 )
 from hybridtrain.data.loader import (
+    Loader,
     Position,
     all_read,
     batches_in,
@@ -307,6 +308,9 @@ class StreamLoader(AgreedLoader):
         return {int(i): pickle.dumps(x) for i, x in local_state["states"].items()}, local_state[
             "worker"
         ]
+
+
+Loader.for_streams = StreamLoader
 
 
 @dataclass(eq=False)

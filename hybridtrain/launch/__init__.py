@@ -7,19 +7,20 @@ process_store      the store through which the processes exchange facts
 activity           the record of what this process is doing
 watchdog           ends a run that fails or stalls, and names the process that caused it
 failure            the first error, reported by all processes
+error_file         the file in which a process tells torchrun why it failed
 signals            signals that end a command, stop a run, or end a blocked process
 notebook           runs a function in new processes
 """
 
 from hybridtrain.launch.activity import LaneActivity, Phase, activity, end_process
 from hybridtrain.launch.environment import Launch, detect, free_port
+from hybridtrain.launch.error_file import write_error_file
 from hybridtrain.launch.failure import (
     exit_code,
     find_cause,
     in_one_line,
     store_gone,
     tell_uncaught_errors,
-    write_error_file,
 )
 from hybridtrain.launch.meeting import check_interface, check_reachable, meet, tell_failure
 from hybridtrain.launch.notebook import notebook_launcher

@@ -12,23 +12,19 @@ catches its errors itself.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridtrain._base.problem import copied_problem
 from hybridtrain.errors import Interrupted, UserError
+from hybridtrain.launch.error_file import write_error_file
 from hybridtrain.launch.process_store import EXIT_STALLED, Failure
-
-if TYPE_CHECKING:
-    from hybridtrain.launch.watchdog import Watchdog
+from hybridtrain.launch.watchdog import Watchdog, current
 
 # How long a process with a broken connection waits for the failing process to publish the reason.
 _WAIT_FOR_CAUSE_S = 3.0
@@ -158,8 +154,6 @@ def tell_uncaught_errors() -> None:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Prints the error that ends this process, or the failure that caused it."""
-    from hybridtrain.launch.watchdog import current  # imports this module
-
     watchdog = current()
     if watchdog is None or watchdog.store.size == 1:
         _before(kind, error, trace)
@@ -188,22 +182,3 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     if first == failure and store.rank == 0:
         with suppress(RuntimeError):
             store.wait_for_acknowledgements(_WAIT_FOR_OTHERS_S)
-
-
-def write_error_file(line: str, at: float | None = None) -> None:
-    """Writes `line` to torchrun's error file; torchrun reports the earliest error of all.
-
-    Uses the format of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`, which itself
-    writes only whole tracebacks. Does nothing without torchrun.
-
-    Args:
-        line: the error message.
-        at: the time of the failure, in seconds since the epoch; None for now.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    timestamp = str(int(time.time() if at is None else at))
-    details = {"py_callstack": line, "timestamp": timestamp}
-    with suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))

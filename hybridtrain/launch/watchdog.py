@@ -44,7 +44,7 @@ from hybridtrain.launch.activity import (
     end_process,
     wait_until,
 )
-from hybridtrain.launch.failure import write_error_file
+from hybridtrain.launch.error_file import write_error_file
 from hybridtrain.launch.process_id import has_ended, is_stopped, kill
 from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore, Report
 from hybridtrain.schedule import WORDS
