@@ -2,6 +2,7 @@
 
 loader             `Loader` and its `Position`, which tracks where a run is in its data
 stream             loaders of iterable data sets
+eval_loader        loaders of evaluation batches
 same_data          checks that all ranks have the same data set
 agreement          loaders whose replicas agree on each batch, such as a user's loader
 fetch              loads batches ahead of the step, in threads or worker processes
@@ -9,10 +10,10 @@ splits             `DataSplits`: the data sets of a run, as returned by a data s
 """
 
 from hybridtrain.data.agreement import OwnLoader, as_loader
+from hybridtrain.data.eval_loader import EvalLoader
 from hybridtrain.data.fetch import name_of
 from hybridtrain.data.loader import (
     Batch,
-    EvalLoader,
     Loader,
     Position,
     TrainLoader,

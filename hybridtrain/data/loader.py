@@ -1,4 +1,4 @@
-"""Loaders of training and evaluation batches: order, each replica's share, and position.
+"""Loaders of training batches: order, each replica's share, and position.
 
 The order of an epoch is a permutation of the whole data set that depends only on (seed, epoch). The
 loader splits it into global batches, and each global batch into one share per replica, equal unless
@@ -33,7 +33,6 @@ from hybridtrain._base.shares import Share, Shares
 from hybridtrain._base.values import leaves_of
 from hybridtrain.data.fetch import Request, fetch, name_of
 from hybridtrain.data.same_data import check_same_data
-from hybridtrain.data.splits import WithoutTargets, already_batched
 from hybridtrain.errors import BatchError, DataError, setting
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from hybridtrain.loss import BatchWeight, LossFn
     from hybridtrain.model import HybridModel
 
-__all__ = ["Batch", "EvalLoader", "Loader", "LoaderOptions", "Position", "TrainLoader"]
+__all__ = ["Batch", "Loader", "LoaderOptions", "Position", "TrainLoader"]
 
 
 @dataclass(frozen=True)
@@ -389,92 +388,6 @@ class TrainLoader(Loader):
                 samples = share if share.stop > share.start else slice(0, 1)
                 indices = order[first + samples.start : first + samples.stop]
                 yield Request(indices, position.epoch, self._seed)
-
-
-class EvalLoader:
-    """Yields every sample of `dataset` once over all replicas; share sizes may differ.
-
-    The constructor is a collective call: it compares map-style data sets of all ranks.
-
-    Args:
-        dataset: a map-style data set, of which each replica takes a contiguous share; or an
-            iterable one.
-        batch_size: the number of samples of a batch, over all replicas.
-        world: determines the replica of this process.
-        options: how to load batches.
-        inputs_alone: True if the data set yields inputs without targets, for `predict`.
-        classes: the class names in index order, used to name the values of per-class metrics.
-
-    Attributes:
-        dataset: the data set.
-        classes: as passed.
-        samples: the number of samples of this copy of the model; None if it is unknown.
-
-    Raises:
-        ConfigError: `batch_size` is not a positive number, or a setting differs between the ranks.
-        DataError: the data set differs between the ranks.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        world: World,
-        *,
-        options: LoaderOptions | None = None,
-        inputs_alone: bool = False,
-        classes: Sequence[str] | None = None,
-    ) -> None:
-        check_batch_size(batch_size)
-        self.dataset = dataset
-        self.classes = classes
-        self._batch_size = max(1, batch_size // world.logical_replicas)
-        self._world = world
-        self._options = options or LoaderOptions()
-        if inputs_alone:
-            pairs = WithoutTargets(self._options.collate or already_batched)
-            self._options = replace(self._options, collate=pairs)
-        self._shares: list[slice] = []
-        self.samples: int | None = None
-        if not is_stream(dataset):
-            first = self._options.first_batches
-            check_same_data(
-                dataset, world, type(self).__name__, batch_size=batch_size, first_batches=first
-            )
-            samples = first_samples(len(dataset), batch_size, self._options)
-            self._shares = shares_in(samples, world)
-            self.samples = sum(share.stop - share.start for share in self._shares)
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for _, batch in self.by_replica():
-            yield batch
-
-    def by_replica(
-        self, readers: Collection[int] | None = None
-    ) -> Iterator[tuple[int, tuple[Any, Any]]]:
-        """Yields the batches of each logical replica of this process, with the replica's index.
-
-        Args:
-            readers: as in `Loader.stream`.
-        """
-        if self.samples is None:
-            from hybridtrain.data.stream import StreamLoader
-
-            size, options = self._batch_size * self._world.logical_replicas, self._options
-            yield from StreamLoader(self.dataset, size, self._world, options=options).once(readers)
-            return
-        batches = [
-            (replica, indices)
-            for replica, share in zip(self._world.owned_replicas, self._shares, strict=True)
-            if share.stop > share.start
-            for indices in torch.arange(share.start, share.stop).split(self._batch_size)
-        ]
-        if batches:
-            requests = (Request(indices) for _, indices in batches)
-            reads = reads_here(readers, self._world)
-            fetched = fetch(self.dataset, requests, self._options, self._world, reads)
-            for (replica, _), batch in zip(batches, fetched, strict=False):
-                yield replica, batch
 
 
 def reads_here(readers: Collection[int] | None, world: World) -> bool:

@@ -5,10 +5,13 @@ Tests use the doors too, except for the imports that `INSIDE` lists.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 import hybridtrain
 
@@ -258,6 +261,35 @@ def test_arrows_point_down():
         and not (i.of_types and (i.package, i.target) in KNOWN_BY_NAME)
     ]
     assert not up
+
+
+def modules() -> dict[str, Path]:
+    paths = ((path.relative_to(ROOT.parent).with_suffix(""), path) for path in ROOT.rglob("*.py"))
+    return {".".join(module.parts).removesuffix(".__init__"): path for module, path in paths}
+
+
+def imported_modules(path: Path, known: Collection[str]) -> set[str]:
+    """Returns the modules that a module imports at run time, in functions too."""
+    tree = ast.parse(path.read_text())
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "") in known:
+            for name in node.names:
+                module = f"{node.module}.{name.name}"
+                imported.add(module if module in known else node.module)
+    return imported
+
+
+def test_modules_import_in_no_circle_not_even_inside_functions():
+    known = modules()
+    graph = {module: imported_modules(path, known) - {module} for module, path in known.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 def modules_behind_doors(test: Path) -> Iterator[str]:
