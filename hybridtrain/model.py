@@ -67,7 +67,9 @@ from hybridtrain.pipeline import (
     Timeline,
     check_schedule,
     construct_own_stages,
+    memory_bytes,
     remove_aliases,
+    stage_summaries,
     unscale_,
     with_device_speeds,
     with_sync_batch_norm,
@@ -1025,12 +1027,12 @@ class HybridModel:
             self.pipeline.sync_buffers()
 
     def memory_bytes(self) -> list[int]:
-        """Returns the peak memory of each stage so far, in bytes; see `Pipeline.memory_bytes`."""
-        return self.pipeline.memory_bytes()
+        """Returns the peak memory of each stage so far, in bytes; see `pipeline.memory_bytes`."""
+        return memory_bytes(self.pipeline)
 
     def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
         """Returns the layers, parameters and peak memory of each stage."""
-        return self.pipeline.stage_summaries(optimizer)
+        return stage_summaries(self.pipeline, optimizer)
 
     def __repr__(self) -> str:
         options, replicas = self.options, self.world.data_parallel_size

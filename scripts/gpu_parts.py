@@ -22,6 +22,7 @@ from hybridtrain import HybridModel, Trainer, World
 from hybridtrain._base.tensors import resident_bytes
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import TrainLoader
+from hybridtrain.pipeline import device_memory, reset_peak_memory
 from hybridtrain.pipeline.reducer import StageReducer
 from scripts.bench.common import mean_loss
 from tests.support.matrix import Cell, compared, difference
@@ -184,11 +185,11 @@ def peak(device: str) -> str:
     """The allocator's peak of a step against what is counted."""
     model, x = _model(device, stages=1, chunks=4), _batch(device, 4096)
     model.train_step(x, None, mean_loss)
-    model.pipeline.reset_peak_memory()
+    reset_peak_memory(model.pipeline)
     model.train_step(x, None, mean_loss)
     (stage,), (held,) = model.stages, model.plan.in_flight
     counted = resident_bytes(stage.module) + held * (stage.saved_bytes or 0)
-    memory = model.pipeline.device_memory().get(device)
+    memory = device_memory(model.pipeline).get(device)
     if memory is None:
         return "no counter on a CPU"
     allocated, reserved = memory["allocated"] / 2**20, memory["reserved"] / 2**20

@@ -54,6 +54,7 @@ from hybridtrain.loop.throughput import Throughput
 from hybridtrain.loss import LossFn, Metric, check_reported
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import TrainerOptions, check_names
+from hybridtrain.pipeline import device_memory, reset_peak_memory
 from hybridtrain.step import OptimizerStep, check_sharded, learning_rates
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class Trainer:
                 self._try_evaluation()
                 # memory of measurements and of earlier models
                 if self.model.is_split:
-                    self.model.pipeline.reset_peak_memory()
+                    reset_peak_memory(self.model.pipeline)
                 self.throughput = Throughput()
                 try:
                     self._train(stream)
@@ -493,7 +494,7 @@ class Trainer:
             "account": self.account,
             "advice": self.advice,
             "stages": self._stats.stages(self.optimizer),
-            "device_memory": self.model.pipeline.device_memory() if self.model.is_split else {},
+            "device_memory": device_memory(self.model.pipeline) if self.model.is_split else {},
             "world": {
                 "processes": self.world.size,
                 "nb_part": self.world.nb_part,

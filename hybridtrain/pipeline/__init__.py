@@ -28,6 +28,7 @@ ties, batch_norm       parameters of several stages; statistics of several micro
 device_speeds          the relative speeds of the devices
 model_watch            detects changes to a model after wrapping
 timeline               when each action ran, in all processes
+summaries              what a run reports about the stages: layers, parameters, memory
 """
 
 from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas, check_schedule
@@ -51,6 +52,12 @@ from hybridtrain.pipeline.message_formats import message_formats
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
+from hybridtrain.pipeline.summaries import (
+    device_memory,
+    memory_bytes,
+    reset_peak_memory,
+    stage_summaries,
+)
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Phases, Timeline, measured_ms, read_timelines
 
@@ -72,14 +79,18 @@ __all__ = [
     "check_schedule",
     "construct_own_stages",
     "default_generator_lock",
+    "device_memory",
     "for_other_thread",
     "measured_ms",
+    "memory_bytes",
     "message_formats",
     "messages_of",
     "plan_without_values",
     "read_timelines",
     "remove_aliases",
+    "reset_peak_memory",
     "seed_of",
+    "stage_summaries",
     "unscale_",
     "with_device_speeds",
     "with_sync_batch_norm",

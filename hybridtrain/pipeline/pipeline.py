@@ -7,20 +7,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 
 from hybridtrain._base import objects
-from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
-from hybridtrain._base.tensors import resident_bytes
 from hybridtrain._base.torch_private import keep_device_guard
 from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.graph import Segment, VariantCut
@@ -46,6 +42,7 @@ from hybridtrain.pipeline.placement import (
 )
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.stage import Stage
+from hybridtrain.pipeline.summaries import log_compiled
 from hybridtrain.pipeline.ties import Tie, TiedUse, tied_uses
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
 from hybridtrain.schedule import Schedule
@@ -75,6 +72,7 @@ class Pipeline:
 
     Attributes:
         stages: the stages of this process, in the order of the pipeline.
+        devices: their devices.
         plan: the plan of the stages.
         planned: the layers of all stages.
         groups: the process group of each stage; None with one replica.
@@ -179,7 +177,7 @@ class Pipeline:
                 stage.run_several_replicas(
                     [] if self._norms is None else self._norms.of(stage.module)
                 )
-        self._gradient_devices = {stage.device for stage in self.stages}
+        self.devices = {stage.device for stage in self.stages}
         # TorchScript parameters cannot be dropped, but do not belong to this process
         self._of_others = {id(p) for layer in layers for p in layer.module.parameters()}
         for stage in self.stages:
@@ -259,6 +257,16 @@ class Pipeline:
             stage.choose_variants(variants)
 
     @property
+    def world(self) -> World:
+        """The processes and devices."""
+        return self._world
+
+    @property
+    def compiles(self) -> bool:
+        """True if layers are compiled."""
+        return self._options.compile
+
+    @property
     def _traced_stages(self) -> list[Stage]:
         return [stage for stage in self.stages if isinstance(stage, Stage)]
 
@@ -321,29 +329,8 @@ class Pipeline:
             self._is_first_step = False
             self._watch.changed_by_forward()
             if self._options.compile:
-                self._log_compiled()
+                log_compiled(self)
         return values
-
-    def _log_compiled(self) -> None:
-        plain = [
-            layer.name
-            for stage in self.stages
-            for number, layer in enumerate(stage.layers, stage.first)
-            if self.rng.draws(number)
-        ]
-        _log.info(
-            "compiled %d of %d layers%s",
-            sum(map(self._count_compiled, self.stages)),
-            sum(len(stage.layers) for stage in self.stages),
-            f"; these draw random numbers and run uncompiled in training: {', '.join(plain)}"
-            if plain
-            else "",
-        )
-
-    def _count_compiled(self, stage: Stage | ForwardStage) -> int:
-        """Returns how many layers of `stage` run compiled in training."""
-        numbers = range(stage.first, stage.first + len(stage.layers))
-        return sum(not self.rng.draws(number) for number in numbers) * self._options.compile
 
     def frozen_or_freed(self) -> list[str]:
         """Returns the parameters frozen or unfrozen since the last step; see `ModelWatch`."""
@@ -556,7 +543,7 @@ class Pipeline:
                 world.wire_device,
             )
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if len(self._gradient_devices) > 1 and gradients:
+        if len(self.devices) > 1 and gradients:
             return norm_over_devices(gradients)
         if not gradients:
             return get_total_norm(gradients)
@@ -573,73 +560,6 @@ class Pipeline:
     def clip_grads_with_norm_(self, max_norm: float, norm: Tensor) -> None:
         """Scales gradients with the norm `norm` down to `max_norm`."""
         clip_grads_with_norm_(list(self.parameters.values()), max_norm, norm)
-
-    def reset_peak_memory(self) -> None:
-        """Resets the peak memory statistics of this process's devices."""
-        for device in self._gradient_devices:
-            if (accelerator := accelerator_of(device)) is not None:
-                accelerator.reset_peak_memory(device)
-
-    def device_memory(self) -> dict[str, dict[str, int]]:
-        """Returns the peak bytes of each device and its total memory.
-
-        `allocated` counts tensors, `reserved` the allocator's memory, `total` the device's memory.
-        Covers all processes of the pipeline, which call it together; CPUs are omitted.
-        """
-        rank = self._world.rank
-        several = self._world.pipeline_group is not None
-        memory = [
-            (
-                f"rank {rank} {device}" if several else str(device),
-                accelerator.peak_memory(device)._asdict()
-                | {"total": accelerator.total_memory(device)},
-            )
-            for device in sorted(self._gradient_devices, key=str)
-            if (accelerator := accelerator_of(device)) is not None
-        ]
-        return dict(self.gather(memory))
-
-    def memory_bytes(self, optimizer: Optimizer | None = None) -> list[int]:
-        """Returns the peak memory so far of each stage of this process, in bytes.
-
-        On a GPU this is the allocator's peak. On a CPU it is the sum of parameters, gradients,
-        buffers, the activations of as many micro-batches as the schedule keeps in flight, and the
-        state of the `optimizer`, if given.
-        """
-        in_flight = self.plan.in_flight
-        return [
-            resident_bytes(stage.module, optimizer)
-            + in_flight[stage.index] * (stage.saved_bytes or 0)
-            if (accelerator := accelerator_of(stage.device)) is None
-            else accelerator.peak_memory(stage.device).allocated
-            for stage in self.stages
-        ]
-
-    def stage_summaries(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Returns for each stage its `layers`, `parameters` and `peak_memory_bytes`.
-
-        On a GPU also `device_memory_bytes`, the memory of its device; on a CPU `microbatch_bytes`,
-        the part of the peak for each micro-batch in flight. With `compile`, also `compiled_layers`,
-        the number of layers that are compiled in training. A collective call of the pipeline.
-        """
-        compiles = self._options.compile
-        summaries = [
-            {
-                "index": stage.index,
-                "layers": [layer.name for layer in stage.layers],
-                "parameters": stage.parameter_count,
-                "peak_memory_bytes": memory,
-                **(
-                    {"device_memory_bytes": accelerator.total_memory(stage.device)}
-                    if (accelerator := accelerator_of(stage.device)) is not None
-                    else {"microbatch_bytes": stage.saved_bytes or 0}
-                ),
-                **({"compiled_layers": self._count_compiled(stage)} if compiles else {}),
-            }
-            for stage, memory in zip(self.stages, self.memory_bytes(optimizer), strict=True)
-        ]
-        by_stage = sorted(self.gather(summaries), key=itemgetter("index"))
-        return [{k: v for k, v in summary.items() if k != "index"} for summary in by_stage]
 
     def gather(self, items: list[T]) -> list[T]:
         """Concatenates the lists of all processes of the pipeline, on each process."""

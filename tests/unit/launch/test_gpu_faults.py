@@ -28,7 +28,7 @@ from hybridtrain.graph import layers_of
 from hybridtrain.loop import RunStats
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning.measurements import LayerProfiler
-from hybridtrain.pipeline import LayerRNG, layer_rng
+from hybridtrain.pipeline import LayerRNG, device_memory, layer_rng, reset_peak_memory
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 
 
@@ -278,8 +278,8 @@ def test_the_peak_of_a_device_begins_with_the_run_and_tells_what_is_reserved():
         model = HybridModel(nn.Sequential(nn.Linear(WIDTH, WIDTH)), world)
         big = gpus.copy(torch.zeros(1 << 20), gpus.devices[0])
         del big
-        model.pipeline.reset_peak_memory()
-        memory = model.pipeline.device_memory()["cpu:0"]
+        reset_peak_memory(model.pipeline)
+        memory = device_memory(model.pipeline)["cpu:0"]
         assert memory["allocated"] < 1 << 20 < memory["reserved"]
 
 
