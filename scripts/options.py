@@ -1,10 +1,11 @@
 """Generates the documentation of the config keys: `python scripts/options.py [--check]`.
 
 The source is the docstring of each key's field, in the option class that defines it, or in
-`hybridtrain/cli/config/schema.py` for keys of the command line only. The script writes the comments
-in `configs/`, the page docs/options.md and a JSON schema for editors, configs/schema.json. Keys of
-the options of open groups, such as `data=datasets`, are documented by the comments in their files.
-`--check` writes nothing and fails if a file is out of date.
+`hybridtrain/cli/config/schema.py` for keys of the command line only. A docstring there that begins
+with "..." continues that of the option. The script writes the comments in `configs/`, the page
+docs/options.md and a JSON schema for editors, configs/schema.json. Keys of the options of open
+groups, such as `data=datasets`, are documented by the comments in their files. `--check` writes
+nothing and fails if a file is out of date.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ def keys() -> Iterator[tuple[str, str, Any, str]]:
         for options, taken in schema.taken.items():
             found = texts_of(options)
             texts |= {key: found[name] for name, key in taken.items()}
-        texts |= texts_of(schema) | {key: one_line(text) for key, text in schema.texts.items()}
+        for key, text in texts_of(schema).items():
+            # "...": continues the text of the option
+            texts[key] = text.replace("...", texts[key], 1) if text.startswith("...") else text
+        texts |= {key: one_line(text) for key, text in schema.texts.items()}
         hints = get_type_hints(schema)
         for each in fields(schema):  # type: ignore[arg-type]
             # a tracker is true, false or its arguments; OmegaConf has no type for that

@@ -150,12 +150,8 @@ class PipelineConfig(Group):
     """Micro-batches per replica's batch, fewer if the batch has fewer samples; `auto`: the number
     with the shortest predicted step."""
     schedule: str = PipelineOptions.schedule
-    """The order of forward and backward passes: `1f1b`, `gpipe`; `zb-h1`, which splits the backward
-    pass in two; with `stages_per_device=2` also `zb-v`, `v-half` and `v-min`, which need as much
-    activation memory as `1f1b`, half and a third of it; a user-defined schedule, by name or file
-    (`.csv`, or a plan's `.yaml`); or `auto`: the schedule with the shortest predicted step that
-    fits into memory, chosen together with `stages_per_device`, `recompute` and `chunks` unless they
-    are set."""
+    """...; or `auto`: the schedule with the shortest predicted step that fits into memory, chosen
+    together with `stages_per_device`, `recompute` and `chunks` unless they are set."""
 
 
 @dataclass
