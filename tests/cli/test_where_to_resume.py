@@ -9,8 +9,8 @@ import pytest
 from hybridtrain._base.problem import Problem
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.cli.config.schema import Config
-from hybridtrain.cli.run import directory as run_directory
-from hybridtrain.cli.run.directory import checkpoint_to_resume
+from hybridtrain.cli.run import resume as run_resume
+from hybridtrain.cli.run.resume import checkpoint_to_resume, named_checkpoint
 from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.errors import CheckpointError, ConfigError, DataError
 from hybridtrain.world import World
@@ -47,8 +47,17 @@ def save(folder, step):
 
 @pytest.fixture(autouse=True)
 def no_restart(monkeypatch):
-    for name in run_directory._RESTARTS:
+    for name in run_resume._RESTARTS:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("resume", ["auto", "last", "best", "{}", "{}/checkpoints"])
+def test_resume_names_the_same_checkpoint_in_a_check_as_in_the_run(tmp_path, resume):
+    best, newest = save(tmp_path, 10), save(tmp_path, 20)
+    CheckpointStore(tmp_path / "checkpoints").mark_best(10, 0.5)
+    resume, store = resume.format(tmp_path), CheckpointStore(tmp_path / "checkpoints")
+    in_run, in_check = (named_checkpoint(resume, store, reads=reads) for reads in (True, False))
+    assert in_run == in_check == (best if resume == "best" else newest)
 
 
 @pytest.mark.parametrize("rank_0", [None, 20])

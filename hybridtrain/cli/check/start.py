@@ -36,6 +36,7 @@ from hybridtrain.cli.run.components import (
 )
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.moved_base import place_of_base
+from hybridtrain.cli.run.resume import named_checkpoint
 from hybridtrain.cli.run.run_data import load_data, refuse_other_data
 from hybridtrain.data import (
     DataSplits,
@@ -44,7 +45,7 @@ from hybridtrain.data import (
     is_stream,
     length_of,
 )
-from hybridtrain.errors import CheckpointError, ConfigError, UserError
+from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
 from hybridtrain.world import World
 
@@ -182,32 +183,12 @@ def init_from(config: Config) -> tuple[str, Path | bool]:
 
 def checkpoint(config: Config) -> tuple[str, Path | bool]:
     """Finds the checkpoint that the job resumes; returns False for a new run."""
-    path = _checkpoint_to_resume(config)
+    store = CheckpointStore(RunDirectory(config).checkpoints)
+    path = None if config.resume is None else named_checkpoint(config.resume, store, reads=False)
     if path is None:
         return "none: a new run", False
     step = check_sizes(path)["step"]
     return f"{path}, step {step}: file sizes are correct, contents were not read", path
-
-
-def _checkpoint_to_resume(config: Config) -> Path | None:
-    store, resume = CheckpointStore(RunDirectory(config).checkpoints), config.resume
-    if resume is None:
-        return None
-    if resume not in ("auto", "last", "best"):
-        path = Path(resume)
-        if not path.is_dir():
-            raise CheckpointError(f"resume={resume}: there is no such checkpoint directory")
-        stores = [CheckpointStore(folder) for folder in (path / "checkpoints", path)]
-        of_run = next((store for store in stores if store.steps()), None)
-        return path if of_run is None else of_run.newest_up_to(of_run.steps()[-1])
-    mark = store.best_mark() if resume == "best" else None
-    if resume == "best" and mark is None:
-        raise CheckpointError(f"resume=best: no checkpoint in {store.root} is marked as the best")
-    if not store.steps():
-        if resume == "auto":
-            return None
-        raise CheckpointError(f"resume={resume}: there is no checkpoint in {store.root}")
-    return store.newest_up_to(store.steps()[-1] if mark is None else mark.step)
 
 
 def weights(

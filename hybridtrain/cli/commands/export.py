@@ -53,9 +53,10 @@ from hybridtrain.cli.commands.trained_run import AVERAGED
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import WRAPPER_KEYS, Config
 from hybridtrain.cli.run.components import build_model
-from hybridtrain.cli.run.directory import RunDirectory, checkpoint_to_read
+from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.errors import print_result
 from hybridtrain.cli.run.moved_base import place_of_base
+from hybridtrain.cli.run.resume import checkpoint_to_read
 from hybridtrain.cli.run.run_data import (
     check_same_classes,
     classes_of,

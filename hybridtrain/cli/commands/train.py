@@ -32,12 +32,12 @@ from hybridtrain.cli.run.directory import (
     RESULT,
     LogLines,
     RunDirectory,
-    checkpoint_to_resume,
     environment,
 )
 from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.moved_base import load_moved_base
 from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
+from hybridtrain.cli.run.resume import checkpoint_to_resume
 from hybridtrain.cli.run.run_data import record_of, refuse_other_data
 from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError

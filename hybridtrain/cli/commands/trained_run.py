@@ -17,8 +17,8 @@ from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, PipelineConfig, WorldConfig
 from hybridtrain.cli.run.build import build_run
 from hybridtrain.cli.run.context import RunContext
-from hybridtrain.cli.run.directory import checkpoint_to_read
 from hybridtrain.cli.run.moved_base import load_moved_base
+from hybridtrain.cli.run.resume import checkpoint_to_read
 from hybridtrain.cli.run.run_data import check_same_classes, say_other_data
 from hybridtrain.data import EvalLoader, length_of
 from hybridtrain.errors import ConfigError

@@ -37,8 +37,9 @@ from hybridtrain.cli.run.components import (
     optimizer_tensors_per_param,
 )
 from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
-from hybridtrain.cli.run.directory import RunDirectory, check_trained, checkpoint_to_read
+from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.lock import RunLock
+from hybridtrain.cli.run.resume import check_trained, checkpoint_to_read
 from hybridtrain.cli.run.run_data import load_data, load_for_trained
 from hybridtrain.data import (
     DataSplits,
