@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parameter import Parameter
@@ -13,25 +14,12 @@ from hybridtrain.cli.config.leftovers import leave_out_leftovers
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
 from hybridtrain.cli.config.schema import Config, auto_keys
 from hybridtrain.cli.run.auto import without_auto
-from hybridtrain.cli.run.build import (
-    check_choices,
-    loader_options,
-    pipeline_options,
-    trainer_options,
-)
-from hybridtrain.cli.run.components import (
-    build_callbacks,
-    build_loss,
-    build_lr_schedule,
-    build_metrics,
-    build_optimizer,
-    build_trackers,
-)
+from hybridtrain.cli.run.build import option_parts
+from hybridtrain.cli.run.components import build_lr_schedule, build_optimizer, build_trackers
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.lock import RunLock
 from hybridtrain.errors import UserError
-from hybridtrain.loss import LossFn
-from hybridtrain.options import LoaderOptions, PipelineOptions, TrainerOptions
+from hybridtrain.loop import Callback
 
 
 def composed(report: Report, overrides: Sequence[str], config_dir: str | None) -> Part:
@@ -89,45 +77,31 @@ def without_auto_keys(settings: Settings) -> tuple[str, Config]:
     return f"the job chooses them; checked here with {defaults}", config
 
 
-def keys(config: Config) -> tuple[str, bool]:
-    """Checks the keys that no object of the library checks."""
-    check_choices(config)
-    return "", True
+def options(report: Report, config: Part) -> dict[str, Part]:
+    """Reports the parts of a run's options; returns them by their names in `RunOptions`."""
+
+    def part(name: str, make: Callable[..., Any], *needs: Part) -> Part:
+        def checked(*values: Any) -> tuple[str, Any]:
+            value = make(*values)
+            return _FINDINGS.get(name, lambda value: "")(value), True if value is None else value
+
+        return report.part(name, checked, *needs)
+
+    return option_parts(config, part, _trackers)
 
 
-def loss(config: Config) -> tuple[str, LossFn]:
-    """Builds the loss."""
-    loss_fn = build_loss(config)
-    return "", loss_fn
+_FINDINGS: dict[str, Callable[[Any], str]] = {
+    "metrics": ", ".join,
+    "callbacks": lambda callbacks: ", ".join(type(callback).__name__ for callback in callbacks),
+    "pipeline": lambda options: (
+        f"{options.schedule}, {counted(options.chunks, 'micro-batch', 'es')}"
+    ),
+}
 
 
-def metrics(config: Config, loss_fn: LossFn) -> tuple[str, bool]:
-    """Builds the metrics."""
-    return ", ".join(build_metrics(config, loss_fn)), True
-
-
-def callbacks(config: Config) -> tuple[str, bool]:
-    """Builds the callbacks, and checks the trackers."""
-    directory = RunDirectory(config)
-    callbacks = build_callbacks(config, directory)
-    build_trackers(config, directory, quiet=True, dry_run=True)
-    return ", ".join(type(callback).__name__ for callback in callbacks), True
-
-
-def trainer(config: Config) -> tuple[str, TrainerOptions]:
-    """Builds the options of the trainer."""
-    return "", trainer_options(config)
-
-
-def loader(config: Config) -> tuple[str, LoaderOptions]:
-    """Builds the options of the loaders."""
-    return "", loader_options(config)
-
-
-def pipeline(config: Config) -> tuple[str, PipelineOptions]:
-    """Builds the options of the model."""
-    options = pipeline_options(config)
-    return f"{options.schedule}, {counted(options.chunks, 'micro-batch', 'es')}", options
+def _trackers(config: Config) -> Sequence[Callback]:
+    """Checks the trackers without constructing them, because some report a run then."""
+    return build_trackers(config, RunDirectory(config), quiet=True, dry_run=True)
 
 
 def optimizer(config: Config) -> tuple[str, bool]:

@@ -61,13 +61,9 @@ def check_job(
 
     resolved = settings.composed(report, overrides, config_dir)
     config = say("auto keys", settings.without_auto_keys, resolved)
-    say("keys", settings.keys, config)
-    loss = say("loss", settings.loss, config)
-    say("metrics", settings.metrics, config, loss)
-    say("callbacks", settings.callbacks, config)
-    trainer = say("trainer", settings.trainer, config)
-    loader = say("loader", settings.loader, config)
-    pipeline = say("pipeline", settings.pipeline, config)
+    options = settings.options(report, config)
+    loss, pipeline = options["loss_fn"], options["pipeline"]
+    trainer, loader = options["trainer"], options["loader"]
     say("optimizer", settings.optimizer, config)
     say("run directory", settings.run_directory, config)
 

@@ -27,7 +27,7 @@ from hybridtrain.cli.run.components import (
     build_model_optimizer,
     build_trackers,
 )
-from hybridtrain.cli.run.context import RunContext, RunOptions
+from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.directory import (
     RESULT,
     LogLines,
@@ -41,7 +41,7 @@ from hybridtrain.cli.run.resume import checkpoint_to_resume
 from hybridtrain.cli.run.run_data import record_of, refuse_other_data
 from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError
-from hybridtrain.loop import Tracker, Trainer
+from hybridtrain.loop import Callback, Tracker, Trainer
 from hybridtrain.observe import MetricsFile, Progress, TimelineFiles
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ import_compiler()  # together with the command's other imports, see `cli.command
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    make_options = partial(_training_options, settings=settings)
+    make_options = partial(build_options, make_trackers=partial(_trackers, settings=settings))
     context = build_run(settings, writes=True, make_options=make_options)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
@@ -82,15 +82,9 @@ def train(settings: Settings) -> Result:
         return _train(context, trainer)
 
 
-def _training_options(config: Config, settings: Settings) -> RunOptions:
-    """Builds the options of a run with its trackers.
-
-    Raises:
-        UserError: a value of the config is wrong, or a tracker's package is not installed.
-    """
+def _trackers(config: Config, settings: Settings) -> list[Callback]:
     directory = RunDirectory(config)
-    trackers = build_trackers(config, directory, quiet=settings.quiet, dry_run=settings.dry_run)
-    return replace(build_options(config), trackers=trackers)
+    return build_trackers(config, directory, quiet=settings.quiet, dry_run=settings.dry_run)
 
 
 def _file_trackers(directory: RunDirectory) -> list[Tracker]:

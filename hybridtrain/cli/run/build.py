@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -50,7 +50,7 @@ from hybridtrain.data import (
 )
 from hybridtrain.errors import ConfigError, check_choice, did_you_mean, naming
 from hybridtrain.launch import raise_on_signals
-from hybridtrain.loop import TrainerOptions
+from hybridtrain.loop import Callback, TrainerOptions
 from hybridtrain.model import HybridModel
 from hybridtrain.options import LoaderOptions, PipelineOptions
 from hybridtrain.pipeline import ENGINES
@@ -60,36 +60,60 @@ from hybridtrain.world import World
 _log = logging.getLogger(__name__)
 
 
-def build_options(config: Config) -> RunOptions:
+MakeTrackers = Callable[[Config], Sequence[Callback]]
+
+
+def build_options(config: Config, make_trackers: MakeTrackers = lambda config: ()) -> RunOptions:
     """Builds the objects that need neither processes nor data.
 
-    Raises:
-        UserError: a value of the config is wrong.
-    """
-    check_choices(config)
-    parse_init_from(config.init_from)
-    loss_fn = build_loss(config)
-    metrics = build_metrics(config, loss_fn)
-    callbacks = build_callbacks(config, RunDirectory(config))
-    return RunOptions(
-        pipeline_options(config),
-        trainer_options(config),
-        loader_options(config),
-        loss_fn,
-        metrics,
-        callbacks,
-    )
-
-
-def check_choices(config: Config) -> None:
-    """Checks the keys that no option class of the library checks.
+    Args:
+        config: the config of the run.
+        make_trackers: returns the trackers of a run that trains.
 
     Raises:
-        UserError: a value is wrong.
+        UserError: a value of the config is wrong, or a tracker's package is not installed.
     """
+    parse_init_from(config.init_from)  # which the check of a job reports with the weights
+    parts = option_parts(config, lambda name, make, *needs: make(*needs), make_trackers)
+    return RunOptions(**parts)
+
+
+def option_parts(
+    config: Any, part: Callable[..., Any], make_trackers: MakeTrackers
+) -> dict[str, Any]:
+    """Makes the objects that need neither processes nor data, by their names in `RunOptions`.
+
+    `build_options` and the command `check` make them here, so that no part of a run is left out of
+    its check.
+
+    Args:
+        config: the config of the run, as `part` takes it.
+        part: `part(name, make, *needs)` returns `make(*needs)`, or what stands for it in `needs`.
+        make_trackers: as in `build_options`.
+    """
+    part("keys", _check_keys, config)
+    loss_fn = part("loss", build_loss, config)
+    return {
+        "loss_fn": loss_fn,
+        "metrics": part("metrics", build_metrics, config, loss_fn),
+        "callbacks": part("callbacks", _callbacks, config),
+        "trainer": part("trainer", trainer_options, config),
+        "loader": part("loader", loader_options, config),
+        "pipeline": part("pipeline", pipeline_options, config),
+        # last, because some trackers report a run as soon as they are constructed
+        "trackers": part("trackers", make_trackers, config),
+    }
+
+
+def _check_keys(config: Config) -> None:
+    """Checks the keys that no option class of the library checks."""
     check_config(config)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
+
+
+def _callbacks(config: Config) -> list[Callback]:
+    return build_callbacks(config, RunDirectory(config))
 
 
 def pipeline_options(config: Config) -> PipelineOptions:
