@@ -5,9 +5,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
-import hydra
 import pytest
 from cli_runs import contents, fail, succeed
 from omegaconf import OmegaConf
@@ -94,22 +92,6 @@ def test_overrides_next_to_the_recipe_change_the_run_as_without_it(
     assert with_recipe.config == alone.config
     assert (with_recipe.changes, with_recipe.texts) == (alone.changes, alone.texts)
     assert alone.changes
-
-
-def test_a_command_on_a_run_composes_once(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    composed: list[list[str]] = []
-    compose = hydra.compose
-
-    def note(name: str, overrides: list[str], **options: Any) -> Any:
-        composed.append(overrides)
-        return compose(name, overrides, **options)
-
-    monkeypatch.setattr("hybridtrain.cli.config.compose.compose", note)
-    overrides = ["trainer.steps=9", "optim=sgd", "optim.lr=0.2", "~lr_schedule.T_max"]
-    resolve_settings("train", ["recipe=imdb_transformer", *overrides])
-    assert len(composed) == 1
-    resolve_settings("train", ["run_name=imdb_transformer", "trainer.steps=9"])
-    assert len(composed) == 2
 
 
 @pytest.mark.thorough

@@ -23,7 +23,7 @@ from typing import Any
 
 from hybridtrain.cli.config.compose import SEARCH_PATH, compose_settings
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides
-from hybridtrain.cli.config.run_name import literal_names, name_run, naming_overrides
+from hybridtrain.cli.config.run_name import name_run, naming_overrides
 from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import detect
@@ -141,7 +141,7 @@ def _runs_of_command(
     words = naming_overrides(overrides)
     swept = any(override.is_sweep_override() for override in parse_overrides(words))
     for choice in sweep_choices(words, config_dir) if swept else [words]:
-        config = literal_names(choice) or compose_settings(choice, config_dir).config
+        config = compose_settings(choice, config_dir).config
         output_dir = Path(config.output_dir)
         name_run(command, config, given_keys(choice))
         yield output_dir, (Path(config.output_dir) / str(config.run_name)).resolve()

@@ -30,13 +30,12 @@ from hybridtrain.cli.config.changes import (
     differences,
     in_words,
 )
-from hybridtrain.cli.config.compose import Composition, compose_settings
+from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.moved_base import follow_moved_base
 from hybridtrain.cli.config.overrides import given_keys, parse_overrides
 from hybridtrain.cli.config.places import ConfigFile, check_places
 from hybridtrain.cli.config.run_name import (
     check_run_name,
-    literal_names,
     name_run,
     naming_overrides,
 )
@@ -49,9 +48,9 @@ from hybridtrain.cli.config.saved_run import (
     read_config,
     recipe_of_run,
 )
-from hybridtrain.cli.config.schema import AUTO, OPEN_GROUPS, Config, groups, with_auto_replaced
+from hybridtrain.cli.config.schema import AUTO, OPEN_GROUPS, Config, with_auto_replaced
 from hybridtrain.cli.config.secrets import from_environment
-from hybridtrain.cli.config.tree import flat_keys, to_config, to_tree
+from hybridtrain.cli.config.tree import to_config, to_tree
 from hybridtrain.errors import ConfigError
 
 # The overrides that an option is composed with, in addition to its group and the recipe.
@@ -122,17 +121,13 @@ def _resolved(
 ) -> Settings:
     """Returns the settings without the checks of `check_places`."""
     keys = given_keys(overrides)
-    error, composed = None, None
-    names = literal_names(overrides)  # avoids a composition, which takes some tenths of a second
-    if names is not None:
-        run = _run_of(command, names, keys, run_name)
-    if names is None or not (run / "config.yaml").exists():
-        try:
-            composed = compose_settings(overrides, config_dir)
-        except ConfigError as problem:  # possibly about keys that only a run's config has
-            composed, error = compose_settings(naming_overrides(overrides), config_dir), problem
-        names = composed.config
-        run = _run_of(command, names, keys, run_name)
+    error = None
+    try:
+        composed = compose_settings(overrides, config_dir)
+    except ConfigError as problem:  # possibly about keys that only a run's config has
+        composed, error = compose_settings(naming_overrides(overrides), config_dir), problem
+    names = composed.config
+    run = _run_of(command, names, keys, run_name)
     try:
         from hybridtrain.checkpoint import CheckpointStore  # imports torch
 
@@ -147,9 +142,6 @@ def _resolved(
             raise error
         if saved is not None:
             check_is_run(saved, run)
-        if composed is None:  # the file vanished in the meantime
-            composed = compose_settings(overrides, config_dir)
-            _run_of(command, composed.config, keys, run_name)
         texts = from_environment(composed.tree)
         return Settings(
             composed.config,
@@ -160,12 +152,11 @@ def _resolved(
             files=composed.files,
         )
     of_run = config_of_run(saved, run)
-    if composed is not None and "recipe" in keys:
+    if "recipe" in keys:
         check_recipe(composed.recipe, recipe_of_run(saved), run)
     if command != "export":  # export runs no code of the run
         _refuse_untrusted_code(of_run, run, keys)
-    usable = composed if error is None else None
-    settings = _on_top_of(of_run, saved, run, overrides, config_dir, usable)
+    settings = _on_top_of(of_run, saved, run, overrides, config_dir)
     settings.config.run_name = names.run_name
     settings.config.output_dir = names.output_dir
     if command == "train" and not begun:
@@ -185,11 +176,7 @@ def _resolved(
     if begun and not settings.config.allow_changes:
         allowed = {*settings.moved, *(EVALUATED if command in ("evaluate", "predict") else ())}
         _refuse_another_identity(run, [c for c in settings.changes if c.key not in allowed])
-    if (
-        composed is not None
-        and "recipe" in keys
-        and not is_same_file(str(composed.recipe), run / "config.yaml")
-    ):
+    if "recipe" in keys and not is_same_file(str(composed.recipe), run / "config.yaml"):
         kept = differences(settings.config, composed.config)
         settings.kept = [c for c in kept if not {c.key, c.key.partition(".")[0]} & set(keys)]
     settings.notes += _listed(settings, run)
@@ -245,7 +232,6 @@ def _on_top_of(
     run: Path,
     overrides: Sequence[str],
     config_dir: str | None,
-    composed: Composition | None,
 ) -> Settings:
     """Returns the config of the run with `overrides` applied.
 
@@ -255,9 +241,6 @@ def _on_top_of(
         run: its directory.
         overrides: the overrides of the command line.
         config_dir: a folder with more groups and options.
-        composed: `overrides` with their recipe, if composed already. This avoids another
-            composition if it equals the config of the run, as for a repeated command, or if it has
-            the value of every override (`_holds_for_run`).
     """
     recipe = recipe_of_run(saved)
     keys = given_keys(overrides)
@@ -269,20 +252,11 @@ def _on_top_of(
         if name not in OF_THE_COMMAND
     }
     others = [o for o, key in zip(overrides, keys, strict=True) if key != "recipe"]
-    if composed is not None and (
-        (not composed.leftovers and not any(differences(of_run, composed.config)))
-        or _holds_for_run(composed, others, base, recipe)
-    ):
-        source, files = composed, [*composed.files]
-        tree = dict(source.tree)
-        # not from the recipe, because these belong to the command
-        tree |= {name: value for name, value in _of_no_command().items() if name not in keys}
-        leftovers = {name: names for name, names in source.leftovers.items() if name in keys}
-    else:
-        source, files = compose_settings(others, config_dir, base=base), []
-        tree, leftovers = dict(source.tree), dict(source.leftovers)
+    source = compose_settings(others, config_dir, base=base)
+    tree, leftovers = dict(source.tree), dict(source.leftovers)
+    files: list[ConfigFile] = []
     # The recipe's keys override a selected option, as when the run started.
-    for group, values in source.tree.items() if source is not composed else ():
+    for group, values in source.tree.items():
         if group in keys and isinstance(values, Mapping):
             of_group = [o for o, k in zip(overrides, keys, strict=True) if k.split(".")[0] == group]
             if recipe is not None:
@@ -323,57 +297,6 @@ def _on_top_of(
             *files,
         ],
     )
-
-
-def _holds_for_run(
-    composed: Composition,
-    overrides: Sequence[str],
-    base: Mapping[str, Any],
-    recipe: str | None,
-) -> bool:
-    """Returns whether `overrides` set the same values in the run's config as in `composed`.
-
-    They do for plain values of keys that the run has, for removed keys, and for options of a group
-    if the run has the same recipe. All others must be composed with the run's config, which merges
-    mappings, checks new keys, and finds leftovers of a new `_target_`.
-
-    Args:
-        composed: the composition with the recipe of the command line.
-        overrides: the overrides without the recipe.
-        base: the config of the run, without the keys that belong to a command.
-        recipe: the recipe of the run.
-    """
-    run_keys = {*flat_keys(base), *OF_THE_COMMAND}
-    chosen = {key for key in given_keys(overrides) if key in (*OPEN_GROUPS, *groups())}
-    if chosen and composed.recipe != recipe:
-        return False
-    for override in parse_overrides(overrides):
-        key = override.key_or_group
-        if key in chosen or key.partition(".")[0] in chosen or key.startswith("hydra."):
-            continue
-        if override.is_delete():
-            if "." not in key or override.value() is not None:
-                return False
-            continue
-        is_plain = isinstance(override.value(), str | int | float | list | None)
-        if not is_plain or key not in run_keys or key.endswith("._target_"):
-            return False
-        if isinstance(_at(base, key), Mapping):
-            return False
-    return True
-
-
-def _at(tree: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a dotted key; None: the key does not exist."""
-    node: Any = tree
-    for name in key.split("."):
-        node = node.get(name) if isinstance(node, Mapping) else None
-    return node
-
-
-def _of_no_command() -> dict[str, Any]:
-    """Returns the keys that belong to a command, not to a run, with their defaults."""
-    return {name: value for name, value in to_tree(Config()).items() if name in OF_THE_COMMAND}
 
 
 def _refuse_another_identity(run: Path, changes: Iterable[Change]) -> None:

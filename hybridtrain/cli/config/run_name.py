@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import compress
 from pathlib import Path
 
 from hybridtrain.cli.config.names import plain
-from hybridtrain.cli.config.overrides import given_keys, parse_overrides, with_texts
+from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.errors import ConfigError
 
@@ -79,25 +78,6 @@ def naming_overrides(overrides: Sequence[str]) -> list[str]:
     keys = given_keys(overrides)
     naming = [key in _NAMING or key.startswith("hydra.") for key in keys]
     return list(compress(overrides, naming))
-
-
-def literal_names(overrides: Sequence[str]) -> Config | None:
-    """Returns a config with the `run_name`, `output_dir` and `resume` of a command.
-
-    None: a composition is needed, because a recipe may set them or a value is not plain text.
-    """
-    names = {field.name for field in fields(Config)} - {"recipe"}
-    if any(key.partition(".")[0] not in names for key in given_keys(overrides)):
-        return None
-    config = Config(run_name=default_run_name(None))
-    for override in parse_overrides(with_texts(naming_overrides(overrides))):
-        key, value = override.key_or_group, override.value()
-        if key not in ("run_name", "output_dir", "resume"):
-            continue
-        if not isinstance(value, str) or "${" in value or override.is_delete():
-            return None
-        setattr(config, key, value)
-    return config
 
 
 def name_run(command: str, config: Config, keys: Sequence[str]) -> None:
