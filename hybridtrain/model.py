@@ -52,7 +52,6 @@ from hybridtrain.loss import (
     StepWeights,
     is_of_model,
     model_output,
-    prove_in_training,
     resolve,
     zero_of,
 )
@@ -660,7 +659,6 @@ class HybridModel:
             log.warning(
                 "could not compare the loss with its count: the evaluation failed: %s", error
             )
-        prove_in_training(loss, self.net, inputs, targets, sizes, warn)
         # also check in the step itself, if the loss is computed from per-sample outputs
         is_output = loss.function is model_output
         return None if is_output else OutputProof(loss, inputs, targets, sizes, warn)

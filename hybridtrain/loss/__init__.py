@@ -46,7 +46,6 @@ from hybridtrain.loss.proof import (
     ModelLossProof,
     OutputProof,
     is_of_model,
-    prove_in_training,
 )
 from hybridtrain.loss.transformers_counts import count_of_output
 from hybridtrain.loss.weights import (
@@ -90,7 +89,6 @@ __all__ = [
     "mse",
     "named_values",
     "nll",
-    "prove_in_training",
     "resolve",
     "zero_of",
 ]

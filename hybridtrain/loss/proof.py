@@ -24,25 +24,21 @@ in training. The random numbers that the loss draws for all samples are replayed
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.microbatch import Unread, map_tensors, merge, split
 from hybridtrain._base.tensors import byte_size
-from hybridtrain._base.torch_private import hooks_of
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ConfigError, setting
-from hybridtrain.graph import arguments_of
 from hybridtrain.loss.by_name import model_output
 from hybridtrain.loss.captures import copied
 from hybridtrain.loss.counted import CountedLoss
@@ -152,56 +148,6 @@ class ModelLossProof:
         """
         self._calls.add(number, output)
         return HeadOutput(None)
-
-
-def prove_in_training(
-    loss: CountedLoss, net: nn.Module, inputs: Any, targets: Any, sizes: Sequence[int], warn: Warn
-) -> None:
-    """Checks the loss of a small model in training mode too, on a copy of the model.
-
-    A mismatch is a warning, because samples may affect one another in training on purpose; batch
-    norms are in evaluation mode. A model that is larger than `KEPT_BYTES`, or spread over several
-    processes, is not checked.
-
-    Args:
-        loss: the loss of the step, computed by the model.
-        net: the model.
-        inputs: the inputs of the batch.
-        targets: the targets of the batch.
-        sizes: the number of samples of each micro-batch.
-        warn: logs a warning; takes the arguments of `Logger.warning`.
-    """
-    tensors = [*net.parameters(), *net.buffers()]
-    if not net.training or any(t.is_meta for t in tensors):
-        return
-    if sum(map(byte_size, tensors)) > KEPT_BYTES:
-        return
-    samples = _most_informative(loss, inputs, targets, sizes)
-    try:
-        whole = copy.deepcopy(net).to(_device_of(tensors))
-    except Exception:  # a module may refuse to be copied; then the model is not checked
-        return
-    for module in whole.modules():
-        for hooks in hooks_of(module):
-            hooks.clear()
-        if isinstance(module, _BatchNorm):
-            module.eval()
-
-    def function(part: Any, targets: Any) -> Any:
-        args, kwargs = arguments_of(whole, part)
-        return loss.function(whole(*args, **kwargs), targets)
-
-    function.__name__ = loss.name
-    device, untrained = _device_of(tensors), [False] * len(_tensors_of(inputs))
-    parts, part_targets = (samples.of(values, sum(sizes)) for values in (inputs, targets))
-    calls = _Calls(_Copy(loss.of(function)), samples, part_targets, warn, untrained)
-    calls.is_half = any(t.is_floating_point() and t.dtype.itemsize < 4 for t in tensors)
-    try:
-        with torch.autocast(device.type, enabled=False):
-            for number, part in enumerate(parts):
-                calls.add(number, map_tensors(lambda t: put(t, device), part))
-    except ConfigError as error:
-        warn("in training mode, unlike in evaluation, %s", error)
 
 
 class LogProbabilityCheck:
