@@ -34,6 +34,7 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     padded[: data.numel()] = data
     received = [torch.empty(most, dtype=torch.uint8) for _ in range(size)]
     dist.all_gather(received, padded, group=group)
+    # only now: a process that raised earlier would leave the others waiting in the collective
     if problem is not None:
         raise problem
     return [_decoded(tensor[:length]) for tensor, length in zip(received, lengths, strict=True)]

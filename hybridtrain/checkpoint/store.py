@@ -165,6 +165,8 @@ class CheckpointStore:
         """
         if step < 0:
             raise ValueError(f"step {step} is negative")
+        # one save at a time: `begin` removes all unpublished directories, and a failure of the
+        # previous save is raised here
         self.wait()
 
         def run() -> Path:
@@ -215,7 +217,7 @@ class CheckpointStore:
             Exception: the previous background save failed; raised once.
         """
         if (thread := self._thread) is not None:
-            thread.join()
+            thread.join()  # orders the thread's write of `_failure` before the read below
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -109,6 +109,8 @@ def fetch(
     if in_memory and whole_batches.collate is already_batched and world.devices[0].type == "cpu":
         # This takes less time than handing a batch over from a thread.
         return (whole_batches.dataset.__getitems__(batch.indices) for batch in batches)
+    # The prefetching thread appends and removes, the main thread reads when a worker has died: both
+    # are single operations of a deque, which are atomic.
     requested: deque[Sequence[int]] = deque()
 
     def recorded() -> Iterator[Request]:
@@ -334,7 +336,7 @@ def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
         has_more = True
         while has_more:
             free_slots.acquire()
-            if ended.is_set():
+            if ended.is_set():  # the consumer has freed this slot to end the thread
                 return
             has_more = fetch_next()
 
@@ -355,7 +357,7 @@ def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
     thread.start()
     try:
         while (item := _next(ready, watched)) is not None:
-            free_slots.release()
+            free_slots.release()  # before the step: the thread fetches while this thread computes
             yield item
             del item  # or this frame would keep it alive while waiting for the next item
     finally:

@@ -282,6 +282,7 @@ class Watchdog:
         self.known_failure: Failure | None = None
         self.prints_failures = True
         self._processes = store.enter()
+        # a connection of its own: on one, the main thread's wait for a key would block the beats
         self._store = store.clone()
         self._liveness = Liveness(self._store, timeout_s)
         self._stall_s = stall_s
@@ -299,6 +300,7 @@ class Watchdog:
         _current = self
         if not self._threads:
             alone = self._store.size == 1
+            # the first thread calls the store, which may never answer: the second notices that
             targets = [self._watch] if alone else [self._watch, self._watch_store]
             self._threads = [
                 threading.Thread(target=target, name="watchdog", daemon=True) for target in targets
@@ -323,6 +325,7 @@ class Watchdog:
         """Ends the threads; this process is no longer watched."""
         self._ended.set()
         for thread in self._threads:
+            # a thread may be in a store call without an end, and exits with the process anyway
             thread.join(timeout=_GRACE_S)
 
     def lost_process(self, store: ProcessStore) -> Failure | None:
@@ -538,7 +541,7 @@ class Watchdog:
 
     def _end(self, failure: Failure) -> None:
         """Records `failure` as the run's, prints it unless there is an earlier one, and exits."""
-        first = self._store.claim(failure)
+        first = self._store.claim(failure)  # several processes may notice the same failure
         if first == failure:
             self._print_and_end(failure)
         self._follow(first)
@@ -565,12 +568,15 @@ class Watchdog:
         if failure.exit_code == EXIT_STALLED or failure.exit_code >= 75:  # interrupted, or a signal
             self.exit_code = failure.exit_code
         if failure.exit_code != EXIT_STALLED:
+            # the main thread is probably about to fail for this reason: it then reports the failure
+            # itself, with a traceback where that helps, and ends this thread
             grace = _GRACE_INTERRUPTED_S if failure.exit_code >= 75 else _GRACE_S
             if self._ended.wait(grace):
                 return
         if failure.rank == self._store.rank:
             self.end(failure)
         else:
+            # later than the process that failed: torchrun reports the earliest error
             self._tell_and_end(failure, failure.time + 1, prints=self.prints_failures)
 
     def end(self, failure: Failure) -> None:

@@ -303,6 +303,7 @@ def use_in_sync_batch_norms(module: nn.Module, group: dist.ProcessGroup) -> None
 @torch.no_grad()
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Copies replica 0's `tensors` to all replicas; a collective call."""
+    # one by one: in the order of the module, which is the same in all processes of the group
     for tensor in tensors:
         dist.broadcast(tensor, group=group, group_src=0)
 
