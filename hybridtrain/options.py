@@ -115,7 +115,7 @@ class PipelineOptions:
     self_check: bool = True
     """Compare a small sample with the unsplit module before the first step of each kind of input
     (dtypes, numbers of dimensions, sizes of 0 and 1, training or evaluation), on copies of the
-    model. A difference raises an error."""
+    model; `engine=local` repeats it at powers of two. A difference raises an error."""
     find_unused_parameters: bool = False
     """As in DistributedDataParallel: allow steps in which some parameters get no gradient."""
     broadcast_buffers: bool = True

@@ -2,7 +2,8 @@
 
 A pipeline that runs the model's own forward runs the code of several micro-batches at the same
 time. State that one stage writes and another one reads would then be another micro-batch's. So
-before the first step of each kind of batch, some small micro-batches run twice, on copies:
+before the first step of each kind of batch, and again before its 4th, 8th, 16th and so on, because
+state may change with the steps, some small micro-batches run twice, on copies:
 
     copy 1   cut as planned, one action at a time, each stage as far ahead of the next
              as the schedule allows: F0@0 F1@0 F0@1 B0@1 ...                     ──────┐
@@ -81,7 +82,7 @@ class _Batch(NamedTuple):
 
 
 class ForwardCheck:
-    """Compares the stages of a pipeline that runs the forward with plain PyTorch, once per kind.
+    """Compares the stages of a pipeline that runs the forward with plain PyTorch, now and then.
 
     Args:
         model: the model to check.
@@ -89,8 +90,8 @@ class ForwardCheck:
 
     def __init__(self, model: CutModel) -> None:
         self._model = model
-        self._signatures: set[Any] = set()  # exact shapes, for a fast lookup
-        self._kinds: set[Any] = set()
+        self._kind_of: dict[Any, Any] = {}  # by the exact shapes, for a fast lookup
+        self._batches: dict[Any, int] = {}  # so far, of each kind
         self._is_off = not model.options.self_check or len(model.plan.stages) == 1
         self._says_skipped = model.world.is_main
         self._not_compared: set[str] = set()
@@ -105,7 +106,7 @@ class ForwardCheck:
             self._is_off = was_off
 
     def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
-        """Checks the micro-batches of a batch of a new kind.
+        """Checks the micro-batches of a batch, if a check is due for its kind.
 
         Args:
             inputs: the inputs of the batch.
@@ -121,12 +122,14 @@ class ForwardCheck:
         leaves, spec = tree_flatten(inputs)
         shapes = [(v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves]
         signature = (*shapes, spec, training, trains, len(sizes))
-        if signature in self._signatures:
-            return
         count = min(len(sizes), len(self._model.plan.stages) + 1)
-        kind = (*(kind_of(inputs, size) for size in sizes[:count]), training, trains)
-        if kind in self._kinds:
-            self._signatures.add(signature)
+        kind = self._kind_of.get(signature)
+        if kind is None:
+            kind = (*(kind_of(inputs, size) for size in sizes[:count]), training, trains)
+            self._kind_of[signature] = kind
+        number = self._batches.get(kind, 0) + 1
+        if number in (2, 3) or number & (number - 1):
+            self._batches[kind] = number
             return
         # cut from the batch, because shared values are marked only there
         pieces = [(min(size, SAMPLES), max(size - SAMPLES, 0)) for size in sizes]
@@ -143,8 +146,7 @@ class ForwardCheck:
                         "model.verify(...)",
                         reason,
                     )
-        self._kinds.add(kind)
-        self._signatures.add(signature)
+        self._batches[kind] = number  # a refused batch stays refused
 
     def _check(self, batch: _Batch, whole: Sequence[Any]) -> None:
         run = _Run(self._model)
