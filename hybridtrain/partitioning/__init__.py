@@ -26,7 +26,7 @@ from hybridtrain.partitioning.cost_table import (
     given_costs,
     measured_costs,
 )
-from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes
+from hybridtrain.partitioning.costs import LayerCost, LayerSize, copy_of, fake_like, layer_sizes
 from hybridtrain.partitioning.cut_search import cut_by_costs, every_cut, find_cut, improved_cut
 from hybridtrain.partitioning.estimates import NotOnFakesError, chain_inputs, model_flops
 from hybridtrain.partitioning.manual_split import partition, set_partition
@@ -74,11 +74,13 @@ __all__ = [
     "balance_by_time",
     "balances",
     "chain_inputs",
+    "copy_of",
     "count_layers",
     "counted_costs",
     "counted_costs_of_one_size",
     "cut_by_costs",
     "every_cut",
+    "fake_like",
     "find_cut",
     "given_costs",
     "improved_cut",

@@ -31,7 +31,12 @@ from hybridtrain.pipeline.agreement import BatchCheck, check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Engine, Head, Source, Step
 from hybridtrain.pipeline.engines import ENGINES, EngineMaker, make_engine
-from hybridtrain.pipeline.forward import ForwardStage, build_forward_stages, forward_engine
+from hybridtrain.pipeline.forward import (
+    ForwardStage,
+    build_forward_stages,
+    forward_engine,
+    owners_of,
+)
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import compile_layers
 from hybridtrain.pipeline.links import Link, links_between
@@ -119,14 +124,21 @@ class Pipeline:
         self.groups = [world.new_stage_group(owner) for owner in owners]
         owned = stage_owners.stages_of(world.pipeline_rank, options.stages_per_device)
         if len(owned) < len(planned.stages):
-            drop_other_stages(net, planned.stages, owned)
+            of_code: set[int] = set()  # of other processes
+            if planned.runs_forward:
+                homes = owners_of(planned, net, has_parts=True)
+                of_code = {number for number, home in homes.items() if home not in owned}
+            drop_other_stages(net, planned.stages, owned, of_code)
         links: list[Link] = []
         uses: list[list[TiedUse]] = [[] for _ in planned.stages]
         self.stages: Sequence[Stage | ForwardStage]
         if planned.runs_forward:
+            if len(owned) < len(planned.stages):
+                uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
             self.stages = build_forward_stages(
-                net, planned, world, options, self.groups, self.rng, self._policy
+                net, planned, world, options, self.groups, self.rng, self._policy, uses
             )
+            self._ties = ties_of(self.stages, uses, world, stage_owners)
         else:
             links = links_between(planned.stages)
             uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
@@ -145,6 +157,8 @@ class Pipeline:
         self._links = links
         self._tied = tied_parameters(uses)
         used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
+        if planned.runs_forward:  # a stage also has the parameters of the code between its layers
+            used.update(map(id, net.parameters()))
         for tensor in (*net.parameters(), *net.buffers()):
             if id(tensor) not in used:  # no layer uses it, so no stage sends it
                 world.broadcast_tensor(tensor.data)

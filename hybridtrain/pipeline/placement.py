@@ -15,6 +15,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment, SegmentGraph, VariantCut, works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import RecomputePolicy, StageOwners
+from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
@@ -137,7 +138,10 @@ def _changer(layers: Sequence[Layer]) -> str | None:
 
 
 def ties_of(
-    stages: Sequence[Stage], uses: Sequence[Sequence[TiedUse]], world: World, owners: StageOwners
+    stages: Sequence[Stage | ForwardStage],
+    uses: Sequence[Sequence[TiedUse]],
+    world: World,
+    owners: StageOwners,
 ) -> list[Tie]:
     """Returns this process's ends of all ties, in stage order, the same on all processes."""
     here, process_of = world.pipeline_rank, owners.process_of

@@ -47,7 +47,7 @@ The first step of a kind also sends the formats of its messages (`messages`); la
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -312,73 +312,46 @@ _PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
 _KINDS = 64
 
 
-class ProcessEngine:
-    """Executes steps on the `stages` of this process; other processes run their own part.
+class FirstMessage:
+    """The message with which a step begins: from each process of a pipeline to the next.
 
-    If a step fails in one process, the others wait for it forever: all must exit then.
+    It has the number of the step's kind, the number of micro-batches, and what `BatchCheck.merge`
+    compares. A send costs the first process less time than a broadcast, and later stages need the
+    number later.
 
     Args:
-        stages: the stages of this process.
-        links: the links of the whole pipeline.
         world: the processes of the pipeline.
     """
 
-    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
-        self._stages = {stage.index: stage for stage in stages}
-        self._routes = routes(links)
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._lanes: dict[Schedule, Lane] = {}
-        self._formats: dict[int, Formats] = {}  # by the number of the kind
-        # see `_pass_first_message`; it is sent until `run` has waited for it
-        self._first_message = torch.zeros(2 + len(BatchCheck.NO_BATCH), dtype=torch.int64)
+        # sent until the step has waited for it
+        self._message = torch.zeros(2 + len(BatchCheck.NO_BATCH), dtype=torch.int64)
         self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
         self._kinds = 0  # how many it has numbered
 
-    def run(self, step: Step) -> list[Any]:
-        """Executes this process's part of `step`; see `Engine.run`."""
-        schedule, (kind, sending) = step.schedule, self._pass_first_message(step)
-        if kind not in self._formats:
-            if len(self._formats) == _KINDS:  # in all processes, which get the same numbers
-                del self._formats[next(iter(self._formats))]
-            self._formats[kind] = {}
-        lane = self._lanes.get(schedule)
-        if lane is None:
-            lane = self._lanes[schedule] = Lane.of(schedule, self._world.pipeline_rank)
-        (doing,) = activity.begin_step(1)
-        formats = self._formats[kind]
-        wire = MessageWire(self._stages, lane, self._world, formats, doing, step.batch_check)
-        runner = ActionRunner(step, self._stages, self._routes, wire)
-        try:
-            runner.run_actions(_actions(lane, wire), doing)
-        except BaseException:  # the others wait for this process; its failure ends them
-            for stage in self._stages.values():
-                stage.clear()
-            raise
-        wait(sending)
-        return runner.values if schedule.stages - 1 in self._stages else []
+    def pass_on(self, step: Step, kind_of: Callable[[Step], Hashable]) -> tuple[int, list[Pending]]:
+        """Returns the number of the step's kind, and the send of the message, if any.
 
-    def _pass_first_message(self, step: Step) -> tuple[int, list[Pending]]:
-        """Returns the number of the step's kind, and the send of the first message, if any.
-
-        This message goes from each process to the next: the number of the kind, the number of
-        micro-batches, and what `BatchCheck.merge` compares. A send costs the first process less
-        time than a broadcast, and later stages need the number later.
+        Args:
+            step: the step.
+            kind_of: returns the kind of a step; called in the first process.
 
         Raises:
             BatchError: the first process has another number of micro-batches, so this one would
                 wait for messages that nobody sends.
         """
         world, rank, chunks = self._world, self._world.pipeline_rank, step.schedule.chunks
-        numbers = self._first_message.numpy()  # tensor operations take longer, between two steps
+        numbers = self._message.numpy()  # tensor operations take longer, between two steps
         if rank:
-            wait(begin_receive([self._first_message], world, rank - 1))
+            wait(begin_receive([self._message], world, rank - 1))
         else:
-            numbers[:2] = self._number_of(_kind(step)), chunks
+            numbers[:2] = self._number_of(kind_of(step)), chunks
             numbers[2:] = BatchCheck.NO_BATCH
         if step.batch_check is not None:
             numbers[2:] = step.batch_check.merge(numbers[2:].tolist())
         is_last = rank + 1 == world.processes_per_replica
-        sending = [] if is_last else begin_send([self._first_message], world, rank + 1)
+        sending = [] if is_last else begin_send([self._message], world, rank + 1)
         kind, chunks_of_first = numbers[:2].tolist()
         if chunks_of_first != chunks:
             raise BatchError(
@@ -399,6 +372,54 @@ class ProcessEngine:
             self._numbers[kind] = self._kinds
             self._kinds += 1
         return self._numbers[kind]
+
+
+class ProcessEngine:
+    """Executes steps on the `stages` of this process; other processes run their own part.
+
+    If a step fails in one process, the others wait for it forever: all must exit then.
+
+    Args:
+        stages: the stages of this process.
+        links: the links of the whole pipeline.
+        world: the processes of the pipeline.
+    """
+
+    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._routes = routes(links)
+        self._world = world
+        self._lanes: dict[Schedule, Lane] = {}
+        self._formats: dict[int, Formats] = {}  # by the number of the kind
+        self._first_message = FirstMessage(world)
+
+    def run(self, step: Step) -> list[Any]:
+        """Executes this process's part of `step`; see `Engine.run`."""
+        schedule, (kind, sending) = step.schedule, self._first_message.pass_on(step, _kind)
+        formats = formats_of(self._formats, kind)
+        lane = self._lanes.get(schedule)
+        if lane is None:
+            lane = self._lanes[schedule] = Lane.of(schedule, self._world.pipeline_rank)
+        (doing,) = activity.begin_step(1)
+        wire = MessageWire(self._stages, lane, self._world, formats, doing, step.batch_check)
+        runner = ActionRunner(step, self._stages, self._routes, wire)
+        try:
+            runner.run_actions(_actions(lane, wire), doing)
+        except BaseException:  # the others wait for this process; its failure ends them
+            for stage in self._stages.values():
+                stage.clear()
+            raise
+        wait(sending)
+        return runner.values if schedule.stages - 1 in self._stages else []
+
+
+def formats_of(known: dict[int, Formats], kind: int) -> Formats:
+    """Returns the formats of the messages of a kind; forgets those of the oldest of many."""
+    if kind not in known:
+        if len(known) == _KINDS:  # in all processes, which get the same numbers
+            del known[next(iter(known))]
+        known[kind] = {}
+    return known[kind]
 
 
 def _actions(lane: Lane, wire: MessageWire) -> Iterator[tuple[int, Action]]:

@@ -10,7 +10,7 @@ stage      what belongs to a device: layers, state, backwards
 build      places layers on devices, and connects all of this
 """
 
-from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine
+from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, owners_of
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import for_other_thread
 
@@ -19,4 +19,5 @@ __all__ = [
     "build_forward_stages",
     "for_other_thread",
     "forward_engine",
+    "owners_of",
 ]

@@ -63,7 +63,7 @@ class ForwardStage:
         owner_of: the stage that owns each parameter of the model, by the parameter's `id`.
     """
 
-    aliases: Sequence[Alias] = ()  # a shared parameter has no stand-in; see `glue`
+    aliases: Sequence[Alias] = ()  # with all stages in one process, there are none; see `glue`
 
     def __init__(
         self,
@@ -115,6 +115,12 @@ class ForwardStage:
 
     def expect_new_loss(self) -> None:
         """Does nothing: what a loss reads from other stages is cut as in any code."""
+
+    continues_draws = False  # a rehearsal tells the places of draws to other processes
+
+    def draws_before_next(self, microbatch: int) -> tuple[int, ...]:
+        """Returns nothing; see `continues_draws`."""
+        return ()
 
     def enter(self, microbatch: int) -> None:
         """Prepares the forward of a micro-batch, at its turn."""
