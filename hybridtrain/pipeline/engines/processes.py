@@ -192,10 +192,7 @@ class MessageWire:
         if expected is None:
             # ahead of the numbers, in the same queue: the receiver takes it in the same place
             self._formats[to] = form
-            data = to_bytes(form)
-            held += [torch.tensor([data.numel()]), data]
-            for part in held:  # received one by one
-                works += begin_send([part], self._world, self._peers[to.stage])
+            works, held = begin_send_format(form, self._world, self._peers[to.stage])
         elif expected is not form:
             raise SplitError(
                 f"{stage} sends values of different shapes or types than before, or different "
@@ -290,13 +287,9 @@ class MessageWire:
 
     def _receive_format(self, sender: int) -> MessageFormat:
         self._doing.wait(True)
-        peer = self._peers[sender]
-        size = torch.zeros(1, dtype=torch.int64)
-        wait(begin_receive([size], self._world, peer))
-        data = format_buffer(int(size))
-        wait(begin_receive([data], self._world, peer))
+        form = receive_format(self._world, self._peers[sender])
         self._doing.wait(False)
-        return from_bytes(data)
+        return form
 
     def _beside_compute(self) -> AbstractContextManager[object]:
         """Returns the side stream of GPUs as a context; see the module."""
@@ -310,6 +303,24 @@ _PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
 
 # Kinds of steps with stored formats, such as a full batch and the last batch of an epoch.
 _KINDS = 64
+
+
+def begin_send_format(
+    form: MessageFormat, world: World, peer: int
+) -> tuple[list[Pending], list[Tensor]]:
+    """Starts sending a format; returns the sends, and tensors that must live until they end."""
+    data = to_bytes(form)
+    held = [torch.tensor([data.numel()]), data]
+    return [work for part in held for work in begin_send([part], world, peer)], held
+
+
+def receive_format(world: World, peer: int) -> MessageFormat:
+    """Returns the format that another process sends by `begin_send_format`."""
+    size = torch.zeros(1, dtype=torch.int64)
+    wait(begin_receive([size], world, peer))
+    data = format_buffer(int(size))
+    wait(begin_receive([data], world, peer))
+    return from_bytes(data)
 
 
 class FirstMessage:

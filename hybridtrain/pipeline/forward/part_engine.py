@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from hybridtrain._base.torch_private import (
     FakeTensorMode,
@@ -33,7 +33,9 @@ from hybridtrain.pipeline.engines.processes import (
     Formats,
     Lane,
     MessageWire,
+    begin_send_format,
     formats_of,
+    receive_format,
 )
 from hybridtrain.pipeline.forward.engine import ForwardEngine, StepRun
 from hybridtrain.pipeline.forward.layers import install
@@ -41,17 +43,22 @@ from hybridtrain.pipeline.forward.part_trip import (
     PartTrip,
     RehearsalTrip,
     RehearsedLayers,
+    is_of_first_stage,
 )
 from hybridtrain.pipeline.forward.places import places_of
-from hybridtrain.pipeline.forward.rehearsal import Rehearsal
+from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal, ValueFormat
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import Model, Trip
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.pipeline.point_to_point import wait
+from hybridtrain.pipeline.messages import dense, empty, pack, unpack, wire_device
+from hybridtrain.pipeline.point_to_point import Pending, begin_receive, begin_send, wait
 from hybridtrain.schedule import Action, Schedule
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
+
+_INPUTS = Action("F", 0, 0)
+"""Where the format of the inputs is among the formats: the first stage gets no message."""
 
 # Kinds of micro-batches whose rehearsals are kept.
 _KINDS = 256
@@ -97,14 +104,14 @@ class PartEngine(ForwardEngine):
     def run(self, step: Step) -> list[Any]:
         """Executes this process's part of `step`; see `Engine.run`."""
         schedule = step.schedule
-        kinds: list[Hashable] = [
-            self._kind_of(step, microbatch) for microbatch in range(schedule.chunks)
-        ]
-        number, sending = self._first_message.pass_on(step, lambda step: tuple(kinds))
+        number, sending = self._first_message.pass_on(step, self._kind_of_step)
+        self.formats = formats_of(self._formats, number)
+        inputs = self._share_inputs(step, sending)
+        step = step._replace(source=inputs.__getitem__)
+        kinds = [self._kind_of(step, microbatch) for microbatch in range(schedule.chunks)]
         self.rehearsals = [
             self._rehearsal(step, microbatch, kind) for microbatch, kind in enumerate(kinds)
         ]
-        self.formats = formats_of(self._formats, number)
         values = super().run(step)
         wait(sending)
         return values if self._stages[-1].index + 1 == schedule.stages else []
@@ -123,7 +130,42 @@ class PartEngine(ForwardEngine):
             self._lanes[schedule] = Lane.of(schedule, self.world.pipeline_rank)
         return self._lanes[schedule]
 
+    def _share_inputs(self, step: Step, sending: list[Pending]) -> list[Any]:
+        """Returns the inputs of each micro-batch; floating-point ones only in the first process.
+
+        Args:
+            step: the step.
+            sending: gets what this process starts to send.
+        """
+        world, rank = self.world, self.world.pipeline_rank
+        expected = self.formats.get(_INPUTS)
+        if rank:
+            form = expected or receive_format(world, rank - 1)
+            received = [empty(tensor_form, world.wire_device) for tensor_form in form.tensors]
+            parts = [dense(t, f) for t, f in zip(received, form.tensors, strict=True)]
+            wait(begin_receive(parts, world, rank - 1))
+            inputs: list[Any] = unpack(form, received, world.devices[0])
+        else:
+            inputs = [step.source(microbatch) for microbatch in range(step.schedule.chunks)]
+            form, tensors = pack(tree_map(_elsewhere, inputs), True, expected)
+            parts = [
+                dense(t, f).to(wire_device(f, world.wire_device))
+                for t, f in zip(tensors, form.tensors, strict=True)
+            ]
+        self.formats[_INPUTS] = form
+        if rank + 1 < world.processes_per_replica:
+            if expected is None:
+                works, held = begin_send_format(form, world, rank + 1)
+                sending += works
+                parts = [*parts, *held]
+            sending += begin_send(parts[: len(form.tensors)], world, rank + 1)
+        self._held = parts  # until they are sent
+        return inputs
+
     # --- rehearsals
+
+    def _kind_of_step(self, step: Step) -> Hashable:
+        return tuple(self._kind_of(step, number) for number in range(step.schedule.chunks))
 
     def _kind_of(self, step: Step, microbatch: int) -> Hashable:
         """Returns what the code of a micro-batch's forward depends on."""
@@ -193,6 +235,10 @@ class PartEngine(ForwardEngine):
             owners=owners,
             names={id(t): name for name, t in (*copy.named_parameters(), *copy.named_buffers())},
         )
+
+
+def _elsewhere(leaf: Any) -> Any:
+    return InputElsewhere(ValueFormat.of(leaf)) if is_of_first_stage(leaf) else leaf
 
 
 def _fact(leaf: Any) -> Hashable:

@@ -38,6 +38,7 @@ from hybridtrain.pipeline.boundary import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import DESCRIBING, PLAIN, Cut, CutValue, Glue
 from hybridtrain.pipeline.forward.rehearsal import (
+    InputElsewhere,
     LayerOutput,
     Number,
     Rehearsal,
@@ -60,6 +61,19 @@ class Left(BaseException):
 
     A BaseException, because an `except Exception` in a model's forward must not catch it.
     """
+
+
+def is_of_first_stage(leaf: Any) -> bool:
+    """Returns whether an input of the forward is a value of the first stage: floating-point ones.
+
+    Integers and booleans, such as tokens and masks, are real in all processes, because code between
+    layers may depend on them.
+    """
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    return isinstance(leaf, InputElsewhere)
 
 
 class NumberingGlue(Glue):
@@ -119,17 +133,20 @@ class NumberedTrip(Trip):
     def numbered_inputs(self, arguments: Any) -> Any:
         """Returns the arguments of the forward; floating-point ones are values of the first stage.
 
-        Integers and booleans, such as tokens and masks, are real in all processes, because code
-        between layers may depend on them.
+        See `is_of_first_stage`.
         """
-        leaves, spec = tree_flatten(arguments)
+        leaves, spec = tree_flatten(arguments, is_leaf=_is_elsewhere)
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            if isinstance(leaf, InputElsewhere) or is_of_first_stage(leaf):
                 leaves[place] = self._input(leaf, (0, place))
         return tree_unflatten(leaves, spec)
 
-    def _input(self, tensor: Tensor, number: Number) -> Tensor:
-        raise NotImplementedError
+    def _input(self, value: Tensor | InputElsewhere, number: Number) -> Tensor:
+        """Returns what the forward gets as an input of the first stage: here, a fake tensor."""
+        form = value.form if isinstance(value, InputElsewhere) else ValueFormat.of(value)
+        fake = fake_of(form, self._mode, self._model.devices[0])
+        self._numbers[id(fake)] = number, 0, fake
+        return fake
 
     def note(self, values: Any, replaced: dict[int, Tensor]) -> None:
         """Numbers the results of an event.
@@ -306,11 +323,6 @@ class RehearsalTrip(NumberedTrip):
         self.rehearsal.events.append(self.events)
         self.rehearsal.draws.append(self.draws.counts)
 
-    def _input(self, tensor: Tensor, number: Number) -> Tensor:
-        fake = self._fake(tensor)
-        self._numbers[id(fake)] = number, 0, fake
-        return fake
-
     def enter(self, stage: int) -> None:
         """Moves to a later stage."""
         self._check_order(stage)
@@ -417,13 +429,11 @@ class PartTrip(NumberedTrip):
         except Left:
             return None
 
-    def _input(self, tensor: Tensor, number: Number) -> Tensor:
-        if 0 in self._own:
-            self._number(tensor, number)
-            return tensor
-        fake = self._fake(tensor)
-        self._numbers[id(fake)] = number, 0, fake
-        return fake
+    def _input(self, value: Tensor | InputElsewhere, number: Number) -> Tensor:
+        if isinstance(value, InputElsewhere) or 0 not in self._own:
+            return super()._input(value, number)
+        self._number(value, number)
+        return value
 
     def enter(self, stage: int) -> None:
         """Moves to a later stage; leaves the forward after the last stage of this process."""

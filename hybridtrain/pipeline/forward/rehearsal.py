@@ -60,6 +60,13 @@ class ValueFormat(NamedTuple):
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
+@dataclass(frozen=True)
+class InputElsewhere:
+    """A floating-point input of the forward, which only the first process has."""
+
+    form: ValueFormat
+
+
 class LayerOutput:
     """What a layer has returned in a rehearsal, for processes that do not run it.
 
