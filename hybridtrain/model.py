@@ -462,7 +462,8 @@ class HybridModel:
         planned = planner.layers_of(plan)
         if world.processes_per_replica > 1 and inputs is not None:
             # the only time at which a process has the whole model
-            check = SelfCheck(CutModel(net, plan, planned, options, world))
+            kind = ForwardCheck if planned.runs_forward else SelfCheck
+            check = kind(CutModel(net, plan, planned, options, world))
             world.on_main(partial(check.check_at_construction, inputs))
         self._cut_into(plan, planned)
 

@@ -36,10 +36,7 @@ from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.engines import ENGINES, InlineEngine
 from hybridtrain.pipeline.engines.processes import messages_of
-from hybridtrain.pipeline.forward import (
-    ForwardStage,
-    for_other_thread,
-)
+from hybridtrain.pipeline.forward import ForwardStage, PartsHere, for_other_thread
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
     LayerRNG,
@@ -63,6 +60,7 @@ __all__ = [
     "HeadOutput",
     "InlineEngine",
     "LayerRNG",
+    "PartsHere",
     "Phases",
     "Pipeline",
     "ReplayedDraws",

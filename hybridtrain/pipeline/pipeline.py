@@ -35,7 +35,7 @@ from hybridtrain.pipeline.forward import (
     ForwardStage,
     build_forward_stages,
     forward_engine,
-    owners_of,
+    of_other_code,
 )
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import compile_layers
@@ -126,8 +126,7 @@ class Pipeline:
         if len(owned) < len(planned.stages):
             of_code: set[int] = set()  # of other processes
             if planned.runs_forward:
-                homes = owners_of(planned, net, has_parts=True)
-                of_code = {number for number, home in homes.items() if home not in owned}
+                of_code = of_other_code(net, planned, owned)
             drop_other_stages(net, planned.stages, owned, of_code)
         links: list[Link] = []
         uses: list[list[TiedUse]] = [[] for _ in planned.stages]

@@ -6,6 +6,7 @@ Only `engine="distributed"` needs this file.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -15,7 +16,6 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer, Segment, SegmentGraph, VariantCut, works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import RecomputePolicy, StageOwners
-from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.layer_runner import LayerRunner
 from hybridtrain.pipeline.links import Link
@@ -29,6 +29,9 @@ from hybridtrain.pipeline.ties import (
     place_with_aliases,
 )
 from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.pipeline.forward.stage import ForwardStage
 
 
 def build_stages(

@@ -50,7 +50,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,9 @@ from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import keep_until, side_stream
 from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.pipeline.forward.stage import ForwardStage
 
 RECEIVES_AHEAD = 4
 """The number of pending messages up to which a process starts further receives early.
@@ -151,7 +154,7 @@ class MessageWire:
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, Stage | ForwardStage],
         lane: Lane,
         world: World,
         formats: Formats,

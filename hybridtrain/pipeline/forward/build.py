@@ -125,6 +125,13 @@ def owners_of(planned: PlannedLayers, net: nn.Module, has_parts: bool = False) -
     return owner
 
 
+def of_other_code(net: nn.Module, planned: PlannedLayers, owned: Sequence[int]) -> set[int]:
+    """Returns the `id`s of parameters that only code in stages of other processes uses."""
+    inside = {id(p) for part in planned.stages for k in part for p in k.module.parameters()}
+    homes = owners_of(planned, net, has_parts=True)
+    return {k for k, home in homes.items() if k not in inside and home not in owned}
+
+
 def containers_of(net: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Returns the modules of a model, by name, that contain one of the layers."""
     modules = dict(net.named_modules(remove_duplicate=False))

@@ -29,36 +29,25 @@ from hybridtrain.graph import Layer, arguments_of
 from hybridtrain.partitioning import PlannedLayers, copy_of, fake_like
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.engines.processes import (
-    FirstMessage,
-    Formats,
     Lane,
-    MessageWire,
-    begin_send_format,
-    formats_of,
-    receive_format,
 )
 from hybridtrain.pipeline.forward.engine import ForwardEngine, StepRun
 from hybridtrain.pipeline.forward.layers import install
+from hybridtrain.pipeline.forward.part_transport import MessageTransport, Transport, without_values
 from hybridtrain.pipeline.forward.part_trip import (
     PartTrip,
     RehearsalTrip,
     RehearsedLayers,
-    is_of_first_stage,
 )
 from hybridtrain.pipeline.forward.places import places_of
-from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal, ValueFormat
+from hybridtrain.pipeline.forward.rehearsal import Rehearsal
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import Model, Trip
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.pipeline.messages import dense, empty, pack, unpack, wire_device
-from hybridtrain.pipeline.point_to_point import Pending, begin_receive, begin_send, wait
 from hybridtrain.schedule import Action, Schedule
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
-
-_INPUTS = Action("F", 0, 0)
-"""Where the format of the inputs is among the formats: the first stage gets no message."""
 
 # Kinds of micro-batches whose rehearsals are kept.
 _KINDS = 256
@@ -78,6 +67,12 @@ class PartEngine(ForwardEngine):
         planned: the layers of all stages.
         world: the processes of the pipeline.
         hold_roots, compiles: as for a `ForwardEngine`.
+
+    Attributes:
+        known: the rehearsals so far, by the kind of micro-batch.
+        rehearsals: those of the micro-batches of the step.
+        transport: connects this process to the others.
+        world: the processes of the pipeline.
     """
 
     def __init__(
@@ -94,26 +89,19 @@ class PartEngine(ForwardEngine):
         self._planned = planned
         self.world = world
         self._lanes: dict[Schedule, Lane] = {}
-        self._formats: dict[int, Formats] = {}  # by the number of the kind
-        self._first_message = FirstMessage(world)
-        self._rehearsals: dict[Hashable, Rehearsal] = {}
+        self.transport: Transport = MessageTransport(world)
+        self.known: dict[Hashable, Rehearsal] = {}
         self._here = threading.local()
         self.rehearsals: list[Rehearsal] = []  # of the micro-batches of the step
-        self.formats: Formats = {}  # of the messages of the step
 
     def run(self, step: Step) -> list[Any]:
         """Executes this process's part of `step`; see `Engine.run`."""
         schedule = step.schedule
-        number, sending = self._first_message.pass_on(step, self._kind_of_step)
-        self.formats = formats_of(self._formats, number)
-        inputs = self._share_inputs(step, sending)
+        inputs = self.transport.begin_step(step, self._kind_of_step)
         step = step._replace(source=inputs.__getitem__)
-        kinds = [self._kind_of(step, microbatch) for microbatch in range(schedule.chunks)]
-        self.rehearsals = [
-            self._rehearsal(step, microbatch, kind) for microbatch, kind in enumerate(kinds)
-        ]
+        self.rehearsals = self.rehearse(step)
         values = super().run(step)
-        wait(sending)
+        self.transport.end_step()
         return values if self._stages[-1].index + 1 == schedule.stages else []
 
     @property
@@ -130,46 +118,18 @@ class PartEngine(ForwardEngine):
             self._lanes[schedule] = Lane.of(schedule, self.world.pipeline_rank)
         return self._lanes[schedule]
 
-    def _share_inputs(self, step: Step, sending: list[Pending]) -> list[Any]:
-        """Returns the inputs of each micro-batch; floating-point ones only in the first process.
-
-        Args:
-            step: the step.
-            sending: gets what this process starts to send.
-        """
-        world, rank = self.world, self.world.pipeline_rank
-        expected = self.formats.get(_INPUTS)
-        if rank:
-            form = expected or receive_format(world, rank - 1)
-            received = [empty(tensor_form, world.wire_device) for tensor_form in form.tensors]
-            parts = [dense(t, f) for t, f in zip(received, form.tensors, strict=True)]
-            wait(begin_receive(parts, world, rank - 1))
-            inputs: list[Any] = unpack(form, received, world.devices[0])
-        else:
-            inputs = [step.source(microbatch) for microbatch in range(step.schedule.chunks)]
-            form, tensors = pack(tree_map(_elsewhere, inputs), True, expected)
-            parts = [
-                dense(t, f).to(wire_device(f, world.wire_device))
-                for t, f in zip(tensors, form.tensors, strict=True)
-            ]
-        self.formats[_INPUTS] = form
-        if rank + 1 < world.processes_per_replica:
-            if expected is None:
-                works, held = begin_send_format(form, world, rank + 1)
-                sending += works
-                parts = [*parts, *held]
-            sending += begin_send(parts[: len(form.tensors)], world, rank + 1)
-        self._held = parts  # until they are sent
-        return inputs
-
     # --- rehearsals
+
+    def rehearse(self, step: Step) -> list[Rehearsal]:
+        """Returns the rehearsal of each micro-batch; runs those of new kinds."""
+        return [self._rehearsal(step, microbatch) for microbatch in range(step.schedule.chunks)]
 
     def _kind_of_step(self, step: Step) -> Hashable:
         return tuple(self._kind_of(step, number) for number in range(step.schedule.chunks))
 
     def _kind_of(self, step: Step, microbatch: int) -> Hashable:
         """Returns what the code of a micro-batch's forward depends on."""
-        leaves, spec = tree_flatten(step.source(microbatch))
+        leaves, spec = tree_flatten(tree_map(without_values, step.source(microbatch)))
         state = step.thread_state, step.schedule.trains, self._modes_of_modules
         return spec, state, tuple(map(_fact, leaves))
 
@@ -177,13 +137,14 @@ class PartEngine(ForwardEngine):
     def _modes_of_modules(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._model.net.modules())
 
-    def _rehearsal(self, step: Step, microbatch: int, kind: Hashable) -> Rehearsal:
-        rehearsal = self._rehearsals.get(kind)
+    def _rehearsal(self, step: Step, microbatch: int) -> Rehearsal:
+        kind = self._kind_of(step, microbatch)
+        rehearsal = self.known.get(kind)
         if rehearsal is None:
             rehearsal = self._rehearse(step, step.source(microbatch))
-            if len(self._rehearsals) == _KINDS:
-                del self._rehearsals[next(iter(self._rehearsals))]
-            self._rehearsals[kind] = rehearsal
+            if len(self.known) == _KINDS:
+                del self.known[next(iter(self.known))]
+            self.known[kind] = rehearsal
         return rehearsal
 
     def _rehearse(self, step: Step, inputs: Any) -> Rehearsal:
@@ -237,10 +198,6 @@ class PartEngine(ForwardEngine):
         )
 
 
-def _elsewhere(leaf: Any) -> Any:
-    return InputElsewhere(ValueFormat.of(leaf)) if is_of_first_stage(leaf) else leaf
-
-
 def _fact(leaf: Any) -> Hashable:
     """Returns what code between layers may ask about an input.
 
@@ -268,10 +225,7 @@ class PartRun(StepRun):
         self._receives = len(lane.receives)
         self._due = {action: due for due, action in lane.actions}  # receives that begin before
         (self._doing,) = self.activity.values()
-        stages: Any = self._stages
-        self._wire = MessageWire(
-            stages, lane, engine.world, engine.formats, self._doing, step.batch_check
-        )
+        self._wire = engine.transport.wire(self._stages, lane, self._doing, step.batch_check)
 
     def _new_trip(self, microbatch: int) -> Trip:
         engine = self._engine

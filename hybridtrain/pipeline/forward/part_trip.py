@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -220,13 +221,14 @@ class NumberedTrip(Trip):
         if isinstance(call, nn.Module):
             call = copy_of(Layer("", call), _zeros)
         real = tree_map_only(Tensor, _zeros, (args, kwargs))
-        given = dict(zip(map(id, tree_leaves(real)), tree_leaves((args, kwargs)), strict=True))
+        leaves = zip(tree_leaves(real), tree_leaves((args, kwargs)), strict=True)
+        fakes: dict[int, Tensor] = {id(zeros): leaf for zeros, leaf in leaves}
 
         def fake(tensor: Tensor) -> Tensor:
-            if id(tensor) not in given:
+            if id(tensor) not in fakes:
                 form = ValueFormat.of(tensor)
-                given[id(tensor)] = fake_of(form, self._mode, self._model.devices[0])
-            return given[id(tensor)]
+                fakes[id(tensor)] = fake_of(form, self._mode, self._model.devices[0])
+            return fakes[id(tensor)]
 
         return tree_map_only(Tensor, fake, call(*real[0], **real[1]))
 
@@ -251,6 +253,12 @@ class NumberedTrip(Trip):
                 changed = True
         # otherwise the same objects: a layer may add to a list for its caller
         return tree_unflatten(found, spec) if changed else tree, replaced, is_fake
+
+    def output_here(self, output: Any) -> Any:
+        """Returns the output of the model with what the last stage has of its tensors."""
+        leaves, spec = tree_flatten(output)
+        found = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tree_unflatten(found, spec)
 
     def cut_all(self, tree: Any) -> Any:
         """Returns the arguments of a custom function; it is an event."""
@@ -312,12 +320,17 @@ class RehearsalTrip(NumberedTrip):
         self._note_stage()
         self.run(
             lambda: self.numbered_inputs(arguments),
-            lambda _: HeadOutput(None),
+            self._end_of_stages,
             autocast,
             None,
         )
         self.rehearsal.borders = self._uses.borders()
         return self.rehearsal
+
+    def _end_of_stages(self, output: Any) -> HeadOutput:
+        with self.glue.off():
+            self.output_here(output)  # the loss may use any of it
+        return HeadOutput(None)
 
     def _note_stage(self) -> None:
         self.rehearsal.events.append(self.events)
@@ -425,7 +438,7 @@ class PartTrip(NumberedTrip):
         try:
             with self.glue.off():
                 args, kwargs = self.numbered_inputs((args, kwargs))
-            return super()._through_stages(args, kwargs, head)
+            return super()._through_stages(args, kwargs, partial(self._with_values, head))
         except Left:
             return None
 
@@ -434,6 +447,11 @@ class PartTrip(NumberedTrip):
             return super()._input(value, number)
         self._number(value, number)
         return value
+
+    def _with_values(self, head: Callable[[Any], HeadOutput], output: Any) -> HeadOutput:
+        with self.glue.off():
+            output = self.output_here(output)
+        return head(output)
 
     def enter(self, stage: int) -> None:
         """Moves to a later stage; leaves the forward after the last stage of this process."""

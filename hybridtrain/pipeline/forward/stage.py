@@ -122,6 +122,9 @@ class ForwardStage:
         """Returns nothing; see `continues_draws`."""
         return ()
 
+    def continue_draws(self, microbatch: int, draws: Sequence[int]) -> None:
+        """Does nothing; see `continues_draws`."""
+
     def enter(self, microbatch: int) -> None:
         """Prepares the forward of a micro-batch, at its turn."""
         places = self._backward.places
