@@ -269,9 +269,6 @@ class _Run:
             if DRAWS_IN_OTHER_THREAD in str(error):  # the cause of TorchScript's own error
                 raise _Skipped(DRAWS_IN_OTHER_THREAD) from error  # an evaluation may do so
             self._run_plain(batch, [[] for _ in batch.parts])  # fails too if the model is the cause
-            import traceback
-
-            traceback.print_exception(error)
             return f"it fails ({type(error).__name__}: {str(error).partition('.')[0]})"
         plain = self._run_plain(batch, seeds)
         mismatch = self._difference(cut, plain)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import (
     FakeTensorMode,
 )
@@ -38,9 +39,10 @@ from hybridtrain.pipeline.forward.part_trip import (
     PartTrip,
     RehearsalTrip,
     RehearsedLayers,
+    is_elsewhere,
 )
 from hybridtrain.pipeline.forward.places import places_of
-from hybridtrain.pipeline.forward.rehearsal import Rehearsal
+from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import Model, Trip
 from hybridtrain.pipeline.layer_rng import LayerRNG
@@ -129,7 +131,8 @@ class PartEngine(ForwardEngine):
 
     def _kind_of(self, step: Step, microbatch: int) -> Hashable:
         """Returns what the code of a micro-batch's forward depends on."""
-        leaves, spec = tree_flatten(tree_map(without_values, step.source(microbatch)))
+        inputs = tree_map(without_values, step.source(microbatch), is_leaf=is_elsewhere)
+        leaves, spec = tree_flatten(inputs, is_leaf=is_elsewhere)
         state = step.thread_state, step.schedule.trains, self._modes_of_modules
         return spec, state, tuple(map(_fact, leaves))
 
@@ -172,6 +175,7 @@ class PartEngine(ForwardEngine):
         with (
             torch.random.fork_rng([]),
             torch.set_grad_enabled(trains),
+            skip_scope({}),
         ):
             return trip.go(arguments_of(copy, inputs), step.thread_state.autocast())
 
@@ -204,10 +208,12 @@ def _fact(leaf: Any) -> Hashable:
     For integers and booleans also whether all or any differ from zero, because code asks whether a
     mask masks anything.
     """
+    if isinstance(leaf, InputElsewhere):
+        return leaf.form
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else ""
     form = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
-    if leaf.is_floating_point() or leaf.is_complex() or leaf.device.type != "cpu":
+    if leaf.device.type != "cpu":  # reading a number would wait for the device
         return form
     return *form, bool(leaf.all()), bool(leaf.any())
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from hybridtrain._base.skip import pop, stash
 from hybridtrain._base.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -73,7 +74,8 @@ def is_of_first_stage(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _is_elsewhere(leaf: Any) -> bool:
+def is_elsewhere(leaf: Any) -> bool:
+    """Returns whether an input of the forward is one that only the first process has."""
     return isinstance(leaf, InputElsewhere)
 
 
@@ -136,7 +138,7 @@ class NumberedTrip(Trip):
 
         See `is_of_first_stage`.
         """
-        leaves, spec = tree_flatten(arguments, is_leaf=_is_elsewhere)
+        leaves, spec = tree_flatten(arguments, is_leaf=is_elsewhere)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, InputElsewhere) or is_of_first_stage(leaf):
                 leaves[place] = self._input(leaf, (0, place))
@@ -276,17 +278,24 @@ class NumberedTrip(Trip):
                 if place.stage != self.stage:
                     self.enter(place.stage)
                 (args, kwargs), replaced, _ = self._arguments_here((args, kwargs))
+                popped = {name: pop(name) for name in place.pops if name not in place.stashes}
+                for name, value in self._arguments_here(popped)[0].items():
+                    stash(name, value)
                 self.draws.at(place.number)
                 self.layer = place
                 try:
                     output = place.runs.run(place.position, self, args, kwargs)
                 finally:
                     self.layer = None
-                self.note(output, replaced)
+                self.note((output, self.stashed(place)), replaced)
                 return output
         finally:
             if is_popped:
                 push_function_mode(self.glue)
+
+    def stashed(self, place: LayerPlace) -> list[Any]:
+        """Returns the values that a layer has stashed for later ones."""
+        return [pop(name) for name in place.stashes]
 
     def device_of(self, tensor: Tensor) -> torch.device:
         """Returns the device of a tensor; a fake one claims the process's."""
@@ -395,7 +404,9 @@ class RehearsedLayers:
         """Runs a layer on fake tensors, or if it needs values, on zeros."""
         args, kwargs = tree_map_only(Tensor, trip._fake, (args, kwargs))
         output = trip.on_fakes(self._modules[position], args, kwargs)
-        trip.rehearsal.outputs.append(LayerOutput(output, (args, kwargs), trip.draws.counts))
+        assert trip.layer is not None
+        values = output, trip.stashed(trip.layer)
+        trip.rehearsal.outputs.append(LayerOutput(values, (args, kwargs), trip.draws.counts))
         return output
 
 
@@ -516,7 +527,12 @@ class PartTrip(NumberedTrip):
             raise self._another_path()
         output = self._rehearsal.outputs[self._layers]
         self.draws.go_on(output.draws)
-        return output.stand_in(self._mode, self._model.devices[0], (args, kwargs))
+        assert self.layer is not None
+        device = self._model.devices[0]
+        returned, stashed = output.stand_in(self._mode, device, (args, kwargs))
+        for name, value in zip(self.layer.stashes, stashed, strict=True):
+            stash(name, value)
+        return returned
 
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer, or what stands for it."""

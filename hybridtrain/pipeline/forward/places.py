@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from hybridtrain._base.skip import popped_by, stashed_by
 from hybridtrain.partitioning import PlannedLayers
 
 
@@ -26,6 +27,8 @@ class LayerPlace(NamedTuple):
         name: the name of its module.
         position: the index of the layer in its stage.
         runs: the layers of its stage.
+        stashes: the names of values that it stashes for later layers, see `_base/skip`.
+        pops: the names of values that it pops.
     """
 
     number: int
@@ -33,6 +36,8 @@ class LayerPlace(NamedTuple):
     name: str
     position: int
     runs: Runs
+    stashes: tuple[str, ...]
+    pops: tuple[str, ...]
 
 
 class OpenedUnit(NamedTuple):
@@ -80,7 +85,8 @@ def places_of(
                 opened = net.get_submodule(planned.opened[unit])
                 places.setdefault(id(opened), []).append(OpenedUnit(unit, stage))
             module = net.get_submodule(names[id(layer.module)])
-            place = LayerPlace(index, stage, layer.name, position, of_stage)
+            names_of_values = stashed_by(module), popped_by(module)
+            place = LayerPlace(index, stage, layer.name, position, of_stage, *names_of_values)
             places.setdefault(id(module), []).append(place)
             index += 1
     return places
