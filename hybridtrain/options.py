@@ -32,6 +32,7 @@ RecomputeSpec = str | Sequence[str] | Mapping[str, int]
 Options = TypeVar("Options", bound=Any)
 Init = TypeVar("Init", bound=Callable[..., None])
 
+ENGINES = ("local", "distributed")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")

@@ -34,8 +34,6 @@ from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_repli
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
-from hybridtrain.pipeline.engines import ENGINES, InlineEngine
-from hybridtrain.pipeline.engines.processes import messages_of
 from hybridtrain.pipeline.forward import ForwardStage, PartsHere, for_other_thread
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
@@ -44,7 +42,7 @@ from hybridtrain.pipeline.layer_rng import (
     default_generator_lock,
     seed_of,
 )
-from hybridtrain.pipeline.message_formats import message_formats
+from hybridtrain.pipeline.message_wire import messages_of
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
@@ -52,13 +50,11 @@ from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Phases, Timeline, measured_ms, read_timelines
 
 __all__ = [
-    "ENGINES",
     "BatchCheck",
     "DrawsOf",
     "ForwardStage",
     "Head",
     "HeadOutput",
-    "InlineEngine",
     "LayerRNG",
     "PartsHere",
     "Phases",
@@ -72,7 +68,6 @@ __all__ = [
     "default_generator_lock",
     "for_other_thread",
     "measured_ms",
-    "message_formats",
     "messages_of",
     "plan_without_values",
     "read_timelines",

@@ -1,7 +1,5 @@
 """Builds the part of a model that a process owns, without the rest.
 
-Only `engine="distributed"` needs this file.
-
 With stages in several processes, no step below holds the whole model:
 
     rank 0       build() without values  ->  plan, which all processes receive

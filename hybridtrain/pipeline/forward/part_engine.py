@@ -29,9 +29,6 @@ from hybridtrain._base.torch_private import (
 from hybridtrain.graph import Layer, arguments_of
 from hybridtrain.partitioning import PlannedLayers, copy_of, fake_like
 from hybridtrain.pipeline.engine import Step
-from hybridtrain.pipeline.engines.processes import (
-    Lane,
-)
 from hybridtrain.pipeline.forward.engine import ForwardEngine, StepRun
 from hybridtrain.pipeline.forward.layers import install
 from hybridtrain.pipeline.forward.part_transport import MessageTransport, Transport, without_values
@@ -46,6 +43,9 @@ from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import Model, Trip
 from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.message_wire import (
+    Lane,
+)
 from hybridtrain.schedule import Action, Schedule
 from hybridtrain.world import World
 

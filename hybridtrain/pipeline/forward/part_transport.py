@@ -18,7 +18,10 @@ from torch.utils._pytree import tree_map
 from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.engine import Step
-from hybridtrain.pipeline.engines.processes import (
+from hybridtrain.pipeline.forward.part_trip import is_of_first_stage
+from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, ValueFormat
+from hybridtrain.pipeline.forward.stage import ForwardStage
+from hybridtrain.pipeline.message_wire import (
     FirstMessage,
     Formats,
     Lane,
@@ -27,9 +30,6 @@ from hybridtrain.pipeline.engines.processes import (
     formats_of,
     receive_format,
 )
-from hybridtrain.pipeline.forward.part_trip import is_of_first_stage
-from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, ValueFormat
-from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.messages import dense, empty, pack, unpack, wire_device
 from hybridtrain.pipeline.point_to_point import Pending, begin_receive, begin_send, wait
 from hybridtrain.schedule import Action

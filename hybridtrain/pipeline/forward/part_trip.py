@@ -36,7 +36,7 @@ from hybridtrain._base.torch_private import (
 from hybridtrain.errors import SplitError, setting
 from hybridtrain.graph import Layer
 from hybridtrain.partitioning import copy_of
-from hybridtrain.pipeline.boundary import edge_of
+from hybridtrain.pipeline.autograd_graph import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import DESCRIBING, PLAIN, Cut, CutValue, Glue
 from hybridtrain.pipeline.forward.rehearsal import (
@@ -51,7 +51,7 @@ from hybridtrain.pipeline.forward.rehearsal import (
 from hybridtrain.pipeline.forward.trip import Model, StageInFlight, Trip
 
 if TYPE_CHECKING:
-    from hybridtrain.pipeline.boundary import Root
+    from hybridtrain.pipeline.autograd_graph import Root
     from hybridtrain.pipeline.forward.places import LayerPlace
 
 

@@ -18,12 +18,12 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import PlannedLayers, recompute_policy
 from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.engine import Head, Source, Step
-from hybridtrain.pipeline.engines.processes import Lane
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, of_other_code
 from hybridtrain.pipeline.forward.part_engine import PartEngine
 from hybridtrain.pipeline.forward.part_transport import Wire, without_values
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.message_wire import Lane
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.schedule import Action, Schedule

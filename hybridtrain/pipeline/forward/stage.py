@@ -18,11 +18,11 @@ from hybridtrain._base.tensors import storages
 from hybridtrain._base.torch_private import tensors_saved_by
 from hybridtrain.errors import argument
 from hybridtrain.graph import Layer
+from hybridtrain.pipeline.autograd_graph import Root, nodes_from, parameters_of
 from hybridtrain.pipeline.batch_norm import BatchNormCollector
-from hybridtrain.pipeline.boundary import Root, nodes_from, parameters_of
 from hybridtrain.pipeline.forward.layers import LayersOfStage
 from hybridtrain.pipeline.forward.trip import StageInFlight
-from hybridtrain.pipeline.layer_runner import changed_before_backward
+from hybridtrain.pipeline.layer_errors import changed_before_backward
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.replicas import ReplicaStates
 from hybridtrain.pipeline.stage_backward import StageBackward, Start

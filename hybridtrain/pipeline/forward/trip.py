@@ -31,7 +31,7 @@ from hybridtrain._base.torch_private import (
     push_function_mode,
 )
 from hybridtrain.errors import SplitError
-from hybridtrain.pipeline.boundary import edge_of, nodes_from
+from hybridtrain.pipeline.autograd_graph import edge_of, nodes_from
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import (
     GRADIENT_OVER_CUT,
@@ -45,7 +45,7 @@ from hybridtrain.pipeline.forward.glue import (
 )
 
 if TYPE_CHECKING:
-    from hybridtrain.pipeline.boundary import Root
+    from hybridtrain.pipeline.autograd_graph import Root
     from hybridtrain.pipeline.forward.places import LayerPlace, Place
 
 

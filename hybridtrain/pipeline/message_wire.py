@@ -1,8 +1,6 @@
-"""The engine for a pipeline over several processes with one device each, and its transport.
+"""Messages between the processes of a pipeline, which have one device each.
 
-Only `engine="distributed"` needs this file.
-
-Each process runs its own lane of the schedule in the caller's thread. Two processes must issue
+Each process runs its own lane of the schedule (`forward/part_engine`). Two processes must issue
 their messages to each other in the same order, because they share one queue per direction, or with
 NCCL one queue for both. They use the global order that shows that the schedule cannot deadlock
 (`Schedule.in_one_order`). Each process walks through the whole order:
@@ -47,7 +45,7 @@ The first step of a kind also sends the formats of its messages (`messages`); la
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,13 +55,10 @@ from torch import Tensor
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.text_table import counted
-from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ScheduleError, SplitError, argument, setting
-from hybridtrain.launch import LaneActivity, activity
+from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.engine import Step
-from hybridtrain.pipeline.engines.actions import ActionRunner
-from hybridtrain.pipeline.links import Link, routes
 from hybridtrain.pipeline.messages import (
     MessageFormat,
     dense,
@@ -76,7 +71,6 @@ from hybridtrain.pipeline.messages import (
     wire_device,
 )
 from hybridtrain.pipeline.point_to_point import Pending, begin_receive, begin_send, wait
-from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import keep_until, side_stream
 from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
@@ -154,7 +148,7 @@ class MessageWire:
 
     def __init__(
         self,
-        stages: Mapping[int, Stage | ForwardStage],
+        stages: Mapping[int, ForwardStage],
         lane: Lane,
         world: World,
         formats: Formats,
@@ -302,7 +296,6 @@ class MessageWire:
 
 
 _NOTHING = nullcontext()
-_PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
 
 # Kinds of steps with stored formats, such as a full batch and the last batch of an epoch.
 _KINDS = 64
@@ -388,45 +381,6 @@ class FirstMessage:
         return self._numbers[kind]
 
 
-class ProcessEngine:
-    """Executes steps on the `stages` of this process; other processes run their own part.
-
-    If a step fails in one process, the others wait for it forever: all must exit then.
-
-    Args:
-        stages: the stages of this process.
-        links: the links of the whole pipeline.
-        world: the processes of the pipeline.
-    """
-
-    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
-        self._stages = {stage.index: stage for stage in stages}
-        self._routes = routes(links)
-        self._world = world
-        self._lanes: dict[Schedule, Lane] = {}
-        self._formats: dict[int, Formats] = {}  # by the number of the kind
-        self._first_message = FirstMessage(world)
-
-    def run(self, step: Step) -> list[Any]:
-        """Executes this process's part of `step`; see `Engine.run`."""
-        schedule, (kind, sending) = step.schedule, self._first_message.pass_on(step, _kind)
-        formats = formats_of(self._formats, kind)
-        lane = self._lanes.get(schedule)
-        if lane is None:
-            lane = self._lanes[schedule] = Lane.of(schedule, self._world.pipeline_rank)
-        (doing,) = activity.begin_step(1)
-        wire = MessageWire(self._stages, lane, self._world, formats, doing, step.batch_check)
-        runner = ActionRunner(step, self._stages, self._routes, wire)
-        try:
-            runner.run_actions(_actions(lane, wire), doing)
-        except BaseException:  # the others wait for this process; its failure ends them
-            for stage in self._stages.values():
-                stage.clear()
-            raise
-        wait(sending)
-        return runner.values if schedule.stages - 1 in self._stages else []
-
-
 def formats_of(known: dict[int, Formats], kind: int) -> Formats:
     """Returns the formats of the messages of a kind; forgets those of the oldest of many."""
     if kind not in known:
@@ -434,17 +388,6 @@ def formats_of(known: dict[int, Formats], kind: int) -> Formats:
             del known[next(iter(known))]
         known[kind] = {}
     return known[kind]
-
-
-def _actions(lane: Lane, wire: MessageWire) -> Iterator[tuple[int, Action]]:
-    """Yields this process's actions; starts the receives between them, and waits for all sends.
-
-    The wait is at the end.
-    """
-    for due, action in lane.actions:
-        wire.begin_receives(due)
-        yield lane.number, action
-    wire.finish()
 
 
 def order_of(schedule: Schedule, lane: int) -> list[tuple[bool, Action]]:
@@ -485,15 +428,3 @@ def messages_of(schedule: Schedule) -> int:
                     f"device {pair[1]} receives the one for {ends[1]}"
                 )
     return sum(map(len, sent.values()))
-
-
-def _kind(step: Step) -> Hashable:
-    """Returns the properties of a step that the formats of its messages depend on."""
-    inputs = tuple(
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else (type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else "")
-        for microbatch in range(step.schedule.chunks)
-        for leaf in leaves_of(step.source(microbatch))
-    )
-    return step.schedule.chunks, inputs, step.thread_state, step.training
