@@ -74,7 +74,7 @@ from hybridtrain.pipeline import (
     with_sync_batch_norm,
 )
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification import CutModel, ForwardCheck, SelfCheck, Verification, undone, verify
+from hybridtrain.verification import CutModel, ForwardCheck, Verification, undone, verify
 from hybridtrain.world import World
 
 _FROM_SPLIT = ("pipeline", "plan", "planned", "stages")
@@ -357,7 +357,8 @@ class HybridModel:
         check_unwrapped(net)
         self._begin(net, world, options)
         needs_inputs = needs_costs(options) or not is_chain(net)
-        if example_inputs is not None or not (world.runs_forward and needs_inputs):
+        is_early = example_inputs is not None or not needs_inputs
+        if is_early or world.processes_per_replica > 1:
             self.split_for(example_inputs)
         else:
             for tensor in (*net.parameters(), *net.buffers()):
@@ -458,24 +459,19 @@ class HybridModel:
             return
         net, world, options = self.net, self.world, self.options
         owners = world.stage_owners
-        planner = Planner(net, options, inputs, owners, runs_forward=world.runs_forward)
+        planner = Planner(net, options, inputs, owners)
         plan = world.from_main(planner.plan)
         planned = planner.layers_of(plan)
         if world.processes_per_replica > 1 and inputs is not None:
             # the only time at which a process has the whole model
-            check = SelfCheck(CutModel(net, plan, planned, options, world))
+            check = ForwardCheck(CutModel(net, plan, planned, options, world))
             world.on_main(partial(check.check_at_construction, inputs))
         self._cut_into(plan, planned)
 
     def _cut_into(self, plan: Plan, planned: PlannedLayers) -> None:
         net, world, options = self.net, self.world, self.options
         self.pipeline = Pipeline(net, plan, planned, world, options, rng=self.rng)
-        cut_model = CutModel(net, plan, planned, options, world)
-        self._self_check: SelfCheck | ForwardCheck
-        if planned.runs_forward:
-            self._self_check = ForwardCheck(cut_model)
-        else:
-            self._self_check = SelfCheck(cut_model, self.pipeline.variants_of)
+        self._self_check = ForwardCheck(CutModel(net, plan, planned, options, world))
         self.plan = plan
         self.planned = planned
         self.stages = self.pipeline.stages

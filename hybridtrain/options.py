@@ -32,6 +32,7 @@ RecomputeSpec = str | Sequence[str] | Mapping[str, int]
 Options = TypeVar("Options", bound=Any)
 Init = TypeVar("Init", bound=Callable[..., None])
 
+ENGINES = ("local", "distributed")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
@@ -115,7 +116,7 @@ class PipelineOptions:
     self_check: bool = True
     """Compare a small sample with the unsplit module before the first step of each kind of input
     (dtypes, numbers of dimensions, sizes of 0 and 1, training or evaluation), on copies of the
-    model. A difference raises an error."""
+    model; `engine=local` repeats it at powers of two. A difference raises an error."""
     find_unused_parameters: bool = False
     """As in DistributedDataParallel: allow steps in which some parameters get no gradient."""
     broadcast_buffers: bool = True

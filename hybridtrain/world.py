@@ -382,14 +382,6 @@ class World:
         return replica * self.processes_per_replica + pipeline_rank
 
     @property
-    def runs_forward(self) -> bool:
-        """Whether pipelines run the model's own forward, instead of a trace of it.
-
-        So does a model that is not cut, whatever the engine: there is nothing to trace.
-        """
-        return self.engine == "local" or self.processes_per_replica == 1 == self.nb_part
-
-    @property
     def wire_device(self) -> torch.device:
         """The device for tensors sent to other processes: the CPU with gloo."""
         return torch.device("cpu") if self.backend == "gloo" else self.devices[0]

@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -51,6 +52,7 @@ __all__ = [
     "FAKE_TENSOR_LIMITS",
     "GRAD_MODE_SETTER",
     "CallerModes",
+    "FakeTensor",
     "FakeTensorMode",
     "HashStore",
     "InterceptedDraws",

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from hybridtrain._base.microbatch import chunk_sizes
 from hybridtrain.data import EvalLoader, Loader, TrainLoader
 from hybridtrain.errors import ConfigError, argument, did_you_mean, setting
-from hybridtrain.graph import looks_only
 from hybridtrain.loop.callbacks.base import Callback
 from hybridtrain.model import HybridModel
 
@@ -183,8 +182,8 @@ def batch_norms_watched(model: HybridModel, train: Loader) -> Iterator[None]:
             single = inputs[0].shape[1:].numel() == inputs[0].shape[1]
             fails[names[module]] = single and fails.get(names[module], True)
 
-    # a global module hook: hooks of one module would become guards of a traced graph
-    hook = None if model.options.compile else register_module_forward_pre_hook(looks_only(see))
+    # a global module hook, which needs no handle for each norm
+    hook = None if model.options.compile else register_module_forward_pre_hook(see)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ layer_watch    a run of a model that tells when its layers begin, forward and ba
 work_counter   the work of layers in such a run, operator by operator
 estimates      their times by FLOPs and bytes, without running a kernel
 measurements   their times by a stopwatch
-piped_layers   layers that run one after another; only for a traced model
+piped_layers   layers that run one after another, for callers that have layers without a model
 cost_table     the costs of layers for any number of samples in a micro-batch
 objective      the size of a stage, which the partitioner balances
 cut_search     the search for a cut: exact, for any objective, and by moves, for any score
@@ -27,9 +27,16 @@ from hybridtrain.partitioning.cost_table import (
     given_costs,
     measured_costs,
 )
-from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes, most_temporary
+from hybridtrain.partitioning.costs import (
+    LayerCost,
+    LayerSize,
+    copy_of,
+    fake_like,
+    layer_sizes,
+    most_temporary,
+)
 from hybridtrain.partitioning.cut_search import cut_by_costs, every_cut, find_cut, improved_cut
-from hybridtrain.partitioning.estimates import NotOnFakesError, chain_inputs, model_flops
+from hybridtrain.partitioning.estimates import NotOnFakesError, model_flops
 from hybridtrain.partitioning.manual_split import partition, set_partition
 from hybridtrain.partitioning.objective import (
     MEASURED_SPLITS,
@@ -75,12 +82,13 @@ __all__ = [
     "balance_by_size",
     "balance_by_time",
     "balances",
-    "chain_inputs",
+    "copy_of",
     "count_layers",
     "counted_costs",
     "counted_costs_of_one_size",
     "cut_by_costs",
     "every_cut",
+    "fake_like",
     "find_cut",
     "given_costs",
     "improved_cut",

@@ -23,7 +23,7 @@ from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.torch_private import hooks_of
 from hybridtrain.errors import ConfigError, setting
-from hybridtrain.graph import Layer, Segment
+from hybridtrain.graph import Layer
 
 
 @dataclass(frozen=True)
@@ -165,8 +165,6 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for part in layer.module.modules():
-        if isinstance(part, Segment):
-            memo |= part.surroundings()
         for leaf in tree_leaves(dict(vars(part))):  # includes its parameters and buffers
             if isinstance(leaf, torch.Generator):
                 memo[id(leaf)] = leaf.clone_state()
@@ -212,8 +210,7 @@ def undisturbed(layers: Sequence[Layer], device: torch.device) -> Iterator[None]
         layers: all layers of the model.
         device: the device that they run on.
     """
-    # for a traced model the original modules, because the graph's modules have no mode
-    roots = [m.root if isinstance(m := layer.module, Segment) else m for layer in layers]
+    roots = [layer.module for layer in layers]
     if isinstance(layers, CalledLayers):
         roots = [layers.net]
     modes = {part: part.training for root in dict.fromkeys(roots) for part in root.modules()}

@@ -30,8 +30,7 @@ from hybridtrain.partitioning.costs import (
     tensors_of,
     undisturbed,
 )
-from hybridtrain.partitioning.layer_watch import LayerWatch, NoObserver, weights_of
-from hybridtrain.partitioning.piped_layers import LayerInput, PipedLayers
+from hybridtrain.partitioning.layer_watch import LayerWatch, weights_of
 from hybridtrain.partitioning.work_counter import LayerWork, Work, counted_work
 
 # Rates of a data-center GPU in training, roughly. Only their ratio affects where a model is cut.
@@ -260,28 +259,3 @@ class NotOnFakesError(SplitError):
             f"costs='estimated': layer {layer!r} does not run on fake tensors ({self.reason}): use "
             "costs='measured', or pass a function that returns the costs"
         )
-
-
-def chain_inputs(
-    layers: Sequence[Layer],
-    inputs: Any,
-    *,
-    precision: Callable[[], AbstractContextManager[object]] | None = None,
-    loss: Layer | None = None,
-) -> list[LayerInput]:
-    """Returns the fake input of each layer of a traced chain, from a forward and a backward.
-
-    Args:
-        layers: the layers of the chain, also on the meta device.
-        inputs: the inputs of a micro-batch; only shapes and types matter.
-        precision: returns the context of forwards.
-        loss: a loss that follows.
-
-    Raises:
-        NotOnFakesError: a layer, or the loss, does not run on fake tensors.
-    """
-    with _watched(list(layers), loss, fake_like) as watch:
-        chain = watch.parts[0]
-        assert isinstance(chain, PipedLayers)
-        watch.run(structure_copy(inputs, fake_like), precision or nullcontext, NoObserver())
-        return chain.received

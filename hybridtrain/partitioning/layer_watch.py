@@ -25,7 +25,7 @@ from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import next_node_number, number_of_node
 from hybridtrain._base.values import structure_copy
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph import Layer, Segment, arguments_of
+from hybridtrain.graph import Layer, arguments_of
 from hybridtrain.partitioning.costs import CalledLayers, copy_of, tensors_of
 from hybridtrain.partitioning.piped_layers import PipedLayers
 
@@ -91,9 +91,6 @@ class LayerWatch:
             self.names.append(loss.name)
         self.parts = nn.ModuleList(copies)
         self.layer = 0
-        for part in self.parts.modules():
-            if isinstance(part, Segment):  # the model may be on the meta device
-                part.put_constants_on(torch.device("cpu"))
         # as in a step, in which DDP's buckets hold the gradients
         for parameter in self.parts.parameters():
             if parameter.is_leaf and parameter.requires_grad:

@@ -219,8 +219,12 @@ class ObservedChains:
         home = type(module).__module__
         if home.startswith("torch.") and home != _OPENED_OF_TORCH:
             return False
-        large = self._sizes[call.name] > LARGE_SHARE * self._sizes[""]
-        return large or call.name in expand or any(n.startswith(f"{call.name}.") for n in expand)
+        if call.name in expand or any(name.startswith(f"{call.name}.") for name in expand):
+            return True
+        inside = sum(self._sizes[name] for name in {part.name for part in call.parts})
+        # not if its own code has most of its parameters, as in a layer of experts
+        is_large = self._sizes[call.name] > LARGE_SHARE * self._sizes[""]
+        return is_large and self._sizes[call.name] <= 2 * inside
 
     def _together(self, layers: Sequence[Layer]) -> frozenset[int]:
         """Returns the positions between calls of one module, which belong to one stage."""

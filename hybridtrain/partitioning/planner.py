@@ -22,11 +22,7 @@ from hybridtrain._base.precision import autocast
 from hybridtrain.errors import ConfigError, SplitError, did_you_mean, setting
 from hybridtrain.graph import (
     Chain,
-    ChainBuilder,
     Layer,
-    TraceGuards,
-    Variants,
-    can_expand,
     is_chain,
 )
 from hybridtrain.options import PipelineOptions, check_device_lists
@@ -108,10 +104,7 @@ def plan(
         SplitError: the model cannot be cut like this; the message says what is possible.
     """
     owners = owners or StageOwners()
-    runs_forward = owners.processes == 1  # other engines have a stage per process
-    return Planner(
-        net, options, example_inputs, owners, costs=costs, runs_forward=runs_forward
-    ).plan()
+    return Planner(net, options, example_inputs, owners, costs=costs).plan()
 
 
 def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[int]:
@@ -142,31 +135,24 @@ class PlannedLayers:
             arguments; found by steps that run the forward.
         recast: the parameters, by name, that several stages cast under an autocast of the forward;
             found by the same steps.
-        net: the model whose forward runs; None: the layers run as a chain.
+        net: the model.
 
     The other attributes come from the `Chain`.
     """
 
     stages: list[list[Layer]]
     units: list[tuple[int, int]]
-    guards: TraceGuards
-    variants: Variants | None = None
+    net: nn.Module
     first_uses: Mapping[str, int] = field(default_factory=dict)
     opened: Mapping[int, str] = field(default_factory=dict)
     look_inside: set[int] = field(default_factory=set)
     recast: set[str] = field(default_factory=set)
-    net: nn.Module | None = None
-
-    @property
-    def runs_forward(self) -> bool:
-        """Whether the model's own forward runs, instead of a chain of the layers."""
-        return self.net is not None
 
     @property
     def layers(self) -> list[Layer]:
         """The layers of all stages; their work can be counted."""
         layers = [layer for stage in self.stages for layer in stage]
-        return layers if self.net is None else CalledLayers(layers, self.net, self.first_uses)
+        return CalledLayers(layers, self.net, self.first_uses)
 
 
 class _Decision(NamedTuple):
@@ -185,7 +171,7 @@ class _Decision(NamedTuple):
 
 
 class Planner:
-    """Makes a plan, and rebuilds the layers of a plan without tracing again.
+    """Makes a plan, and rebuilds the layers of a plan without observing the forward again.
 
     Args:
         net: any module, also on the meta device unless its layers are to be measured.
@@ -193,8 +179,6 @@ class Planner:
         example_inputs: the inputs of one batch, or a `Microbatch`.
         owners: the devices of the pipeline and the processes that own them; None: one CPU.
         costs: `measured`, `estimated`, or a function of the layers and a micro-batch.
-        runs_forward: plan for an engine that runs the model's own forward; its layers are the calls
-            that a run of the forward makes.
     """
 
     def __init__(
@@ -205,7 +189,6 @@ class Planner:
         owners: StageOwners | None = None,
         *,
         costs: str | CostFunction = "measured",
-        runs_forward: bool = False,
     ) -> None:
         self._net = net
         self._modules = dict(net.named_modules(remove_duplicate=False))
@@ -233,13 +216,7 @@ class Planner:
         self._microbatch = example_inputs
         device = torch.device(self._owners.devices[0])
         precision = partial(autocast, options.precision, device.type)
-        seen_as = device if torch.cuda.is_available() else torch.device("cpu")
-        self._runs_forward = runs_forward
-        self._chains: ChainBuilder | ObservedChains
-        if runs_forward:
-            self._chains = ObservedChains(net, example_inputs, precision)
-        else:
-            self._chains = ChainBuilder(net, example_inputs, precision, seen_as)
+        self._chains = ObservedChains(net, example_inputs, precision)
         self._last: tuple[frozenset[str], Chain] | None = None
 
     @torch.inference_mode(False)  # layers are measured with their backward
@@ -294,11 +271,9 @@ class Planner:
         return PlannedLayers(
             stages,
             chain.units,
-            chain.guards,
-            chain.variants,
+            self._net,
             chain.first_uses,
             chain.opened,
-            net=self._net if self._runs_forward else None,
         )
 
     def _chain(self, expand: Collection[str] = ()) -> Chain:
@@ -379,7 +354,7 @@ class Planner:
         if is_chain(self._net) and goal.unit != "costs":
             return False  # a chain is cut between its elements
         # not every layer is a module of the model
-        return path in self._modules and can_expand(self._modules[path])
+        return path in self._modules and any(True for _ in self._modules[path].children())
 
     def _costs_of(self, layers: Sequence[Layer], goal: Objective) -> Iterator[Costs]:
         """Yields the costs of a chain with increasing accuracy.
@@ -457,11 +432,9 @@ def _hints(chain: Chain) -> str:
             last += 1
         hints = (
             f"; {chain.layers[first - 1].name!r} to {chain.layers[last].name!r} stay together, "
-            f"because they use one module, or one changes a tensor in place that another reads. "
+            f"because they use one module. "
             f"{_SHARE} (or call a module once for several inputs, with torch.cat)"
         )
-    for name, reason in list(chain.unexpanded.items())[-3:]:
-        hints += f"; {name} could not be expanded: {reason}"
     return hints
 
 

@@ -35,12 +35,7 @@ from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_repli
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
-from hybridtrain.pipeline.engines import ENGINES, InlineEngine
-from hybridtrain.pipeline.engines.processes import messages_of
-from hybridtrain.pipeline.forward import (
-    ForwardStage,
-    for_other_thread,
-)
+from hybridtrain.pipeline.forward import ForwardStage, PartsHere, for_other_thread
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
     LayerRNG,
@@ -48,7 +43,7 @@ from hybridtrain.pipeline.layer_rng import (
     default_generator_lock,
     seed_of,
 )
-from hybridtrain.pipeline.message_formats import message_formats
+from hybridtrain.pipeline.message_wire import messages_of
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import Pipeline
 from hybridtrain.pipeline.reducer import unscale_
@@ -62,14 +57,13 @@ from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Phases, Timeline, measured_ms, read_timelines
 
 __all__ = [
-    "ENGINES",
     "BatchCheck",
     "DrawsOf",
     "ForwardStage",
     "Head",
     "HeadOutput",
-    "InlineEngine",
     "LayerRNG",
+    "PartsHere",
     "Phases",
     "Pipeline",
     "ReplayedDraws",
@@ -83,7 +77,6 @@ __all__ = [
     "for_other_thread",
     "measured_ms",
     "memory_bytes",
-    "message_formats",
     "messages_of",
     "plan_without_values",
     "read_timelines",

@@ -22,6 +22,7 @@ draws by place in its compiled code until the end of the step.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import struct
@@ -145,6 +146,17 @@ class LayerRNG:
         """Returns a context for a whole forward, which names each layer with `at`."""
         return _ForwardDraws(self, microbatch) if self.active else _NOT_SEEDED
 
+    def drawing_in_part(self, microbatch: int) -> _ForwardDraws | _NotSeeded:
+        """Returns the same for a forward on fake tensors, or of which other processes run parts."""
+        return _DrawsOfParts(self, microbatch) if self.active else _NOT_SEEDED
+
+    def rehearsing(self) -> LayerRNG:
+        """Returns the same random numbers, for a forward that leaves no trace in these."""
+        scratch = copy.copy(self)
+        scratch.counts, scratch._seen = {}, set()
+        scratch.own_generator = None
+        return scratch
+
     def seeded_again(self, microbatch: int, position: DrawPosition | None) -> Any:
         """Returns a context in which a layer repeats the draws that it made from `position` on."""
         if position is None:
@@ -257,9 +269,13 @@ class _NotSeeded:
     """The context of an evaluation: random operations draw as usual."""
 
     position = None
+    counts = None
 
     def at(self, layer: int) -> None:
         """See `_SeededDraws`."""
+
+    def go_on(self, counts: Any) -> None:
+        """See `_ForwardDraws`."""
 
     def at_unit(self, unit: int) -> None:
         """See `_ForwardDraws`."""
@@ -461,10 +477,32 @@ class _ForwardDraws(_SeededDraws):
         offset = 0 if self._own is None else self._own.get_offset()
         return DrawPosition(self._layer, self._unit, self._operations, offset)
 
+    @property
+    def counts(self) -> tuple[int, int, int, Mapping[int, int]]:
+        """The layer, the unit, and how often each unit has drawn, for `go_on`."""
+        return self._layer, self._unit, self._operations, dict(self._counts)
+
+    def go_on(self, counts: tuple[int, int, int, Mapping[int, int]]) -> None:
+        """Goes on where another process has left this forward."""
+        self._layer, self._unit, self._operations, before = counts
+        self._counts = dict(before)
+
     def resume(self, position: DrawPosition) -> None:
         """Goes on from `position`, in the device of this thread once the context is entered."""
         self._layer, self._unit, self._operations, offset = position
         self._offsets[self._unit] = offset
+
+
+class _DrawsOfParts(_ForwardDraws):
+    """The draws of a forward of which other processes run parts, on fake tensors here."""
+
+    def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draws by place; a draw on fake tensors is only counted."""
+        if not is_traced(args):
+            return super().draw(operation, args, kwargs)
+        if kwargs.get("generator") is None and not is_off(operation, args, kwargs):
+            self._operations += 1
+        return operation(*args, **kwargs)
 
 
 class _DrawsAgain(_ForwardDraws):

@@ -39,7 +39,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hybridtrain._base.contents import Contents, contents_of, exchanged, has_changed
 from hybridtrain._base.tensors import have_same_values, put_values, storage_id
 from hybridtrain.errors import ConfigError, argument
-from hybridtrain.graph import Layer, Segment
+from hybridtrain.graph import Layer
 from hybridtrain.pipeline.tensor_digest import digest
 
 # The attributes, buffers or parameters of a module, by name.
@@ -131,7 +131,7 @@ class StageState:
         self._parts = [list(layer.module.modules()) for layer in layers]
         # neither PyTorch's own forwards nor forwards of graphs set attributes
         self._quiet = {
-            id(part): isinstance(part, torch.jit.ScriptModule | GraphModule | Segment)
+            id(part): isinstance(part, torch.jit.ScriptModule | GraphModule)
             or type(part).__module__.startswith("torch.nn.modules.")
             for parts in self._parts
             for part in parts

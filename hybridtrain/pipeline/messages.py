@@ -1,7 +1,5 @@
 """Messages between processes: a pytree as dense tensors, and the format that both sides know.
 
-Only `engine="distributed"` needs this file.
-
 A format describes everything except the numbers: the structure, values other than tensors, and for
 each tensor its shape, strides, dtype, `requires_grad`, and whether it is in CPU memory, where it
 stays even if the receiver has a GPU. The sender transmits a format once, before the first message

@@ -1,7 +1,5 @@
 """Builds the part of a model that a process owns, without the rest.
 
-Only `engine="distributed"` needs this file.
-
 With stages in several processes, no step below holds the whole model:
 
     rank 0       build() without values  ->  plan, which all processes receive
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,7 +151,10 @@ def _own_part(
 
 
 def drop_other_stages(
-    net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]
+    net: nn.Module,
+    parts: Sequence[Sequence[Layer]],
+    owned: Sequence[int],
+    of_code: Collection[int] = (),
 ) -> None:
     """Replaces tensors of other processes' stages by meta tensors.
 
@@ -161,9 +162,12 @@ def drop_other_stages(
         net: the model.
         parts: the layers of all its stages.
         owned: the stages of this process.
+        of_code: the `id`s of further parameters that other processes have, because code between
+            layers uses them there.
     """
     layers = [layer.module for part in parts for layer in part]
-    drop_values([net, *layers], _kept(net, parts, owned))
+    kept = [tensor for tensor in _kept(net, parts, owned) if id(tensor) not in of_code]
+    drop_values([net, *layers], kept)
 
 
 def _kept(net: nn.Module, parts: Sequence[Sequence[Layer]], owned: Sequence[int]) -> list[Tensor]:

@@ -19,31 +19,24 @@ from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.torch_private import keep_device_guard
 from hybridtrain.errors import ConfigError, did_you_mean, setting
-from hybridtrain.graph import Segment, VariantCut
 from hybridtrain.launch import activity, second_signal_ends
-from hybridtrain.options import PipelineOptions
+from hybridtrain.options import ENGINES, PipelineOptions
 from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy
 from hybridtrain.pipeline.agreement import BatchCheck, check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Engine, Head, Source, Step
-from hybridtrain.pipeline.engines import ENGINES, EngineMaker, make_engine
-from hybridtrain.pipeline.forward import ForwardStage, build_forward_stages, forward_engine
+from hybridtrain.pipeline.forward import (
+    ForwardStage,
+    build_forward_stages,
+    forward_engine,
+    of_other_code,
+)
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.pipeline.layer_runner import compile_layers
-from hybridtrain.pipeline.links import Link, links_between
 from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
-from hybridtrain.pipeline.placement import (
-    build_stages,
-    check_variant,
-    connections_of,
-    tied_parameters,
-    ties_of,
-)
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
-from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.summaries import log_compiled
-from hybridtrain.pipeline.ties import Tie, TiedUse, tied_uses
+from hybridtrain.pipeline.ties import TiedUse, tied_uses, ties_of
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
 from hybridtrain.schedule import Schedule
 from hybridtrain.world import World
@@ -67,7 +60,6 @@ class Pipeline:
         planned: the layers of each stage in `plan`.
         world: the processes and devices; all processes build the pipeline together.
         options: the pipeline options.
-        engine: the engine of a traced model; None: the engine of `world`.
         rng: the random numbers of the layers; None: new ones.
 
     Attributes:
@@ -78,10 +70,9 @@ class Pipeline:
         groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
         furthest_ahead: run one action at a time, each stage as far ahead as the schedule allows.
-        watches_state: whether the first steps check what forwards change; see `layer_state`.
         output_process: the index of the replica's process with the last stage.
         readers: the replica's processes that use the inputs or the targets of a batch: those with
-            the first or the last stage, or all if the graphs of traced layers depend on the inputs.
+            the first or the last stage.
         owns_output: whether this process has the last stage.
     """
 
@@ -92,7 +83,6 @@ class Pipeline:
         planned: PlannedLayers,
         world: World,
         options: PipelineOptions,
-        engine: EngineMaker | None = None,
         rng: LayerRNG | None = None,
     ) -> None:
         if world.engine not in ENGINES:
@@ -101,12 +91,10 @@ class Pipeline:
         layers = [layer for part in planned.stages for layer in part]
         self.plan = plan
         self.planned = planned
-        self.watches_state = True
         self.furthest_ahead = False
         self._net = net
         self._world = world
         self._options = options
-        self._ties: list[Tie] = []
         self._policy = recompute_policy(options.recompute, [layer.name for layer in layers])
         self.rng = rng or LayerRNG.of_world(options.seed, world, options.compile)
         self.rng.follow(planned.units)
@@ -116,58 +104,29 @@ class Pipeline:
         owners = map(stage_owners.process_of, range(len(planned.stages)))
         self.groups = [world.new_stage_group(owner) for owner in owners]
         owned = stage_owners.stages_of(world.pipeline_rank, options.stages_per_device)
-        if len(owned) < len(planned.stages):
-            drop_other_stages(net, planned.stages, owned)
-        links: list[Link] = []
         uses: list[list[TiedUse]] = [[] for _ in planned.stages]
-        self.stages: Sequence[Stage | ForwardStage]
-        if planned.runs_forward:
-            self.stages = build_forward_stages(
-                net, planned, world, options, self.groups, self.rng, self._policy
-            )
-        else:
-            links = links_between(planned.stages)
+        if len(owned) < len(planned.stages):
+            of_code = of_other_code(net, planned, owned)
+            drop_other_stages(net, planned.stages, owned, of_code)
             uses = tied_uses([[layer.module for layer in part] for part in planned.stages])
-            traced = self.stages = build_stages(
-                net,
-                planned.stages,
-                links,
-                uses,
-                world,
-                options,
-                self.groups,
-                self.rng,
-                self._policy,
-            )
-            self._ties = ties_of(traced, uses, world, stage_owners)
-        self._links = links
-        self._tied = tied_parameters(uses)
-        used = {id(t) for k in layers for t in (*k.module.parameters(), *k.module.buffers())}
-        for tensor in (*net.parameters(), *net.buffers()):
-            if id(tensor) not in used:  # no layer uses it, so no stage sends it
-                world.broadcast_tensor(tensor.data)
-        own_layers = [layer.module for stage in self.stages for layer in stage.layers]
+        self.stages: Sequence[ForwardStage] = build_forward_stages(
+            net, planned, world, options, self.groups, self.rng, self._policy, uses
+        )
+        self._ties = ties_of(self.stages, uses, world, stage_owners)
+        used = {id(buffer) for layer in layers for buffer in layer.module.buffers()}
+        for buffer in net.buffers():
+            if id(buffer) not in used:  # no layer uses it, so no stage sends it
+                world.broadcast_tensor(buffer.data)
         fixed = world.fixed_replicas is not None
-        if options.compile and not planned.runs_forward:
-            # not specialized to shapes that a process has seen, if they depend on the process count
-            compile_layers(own_layers, self._policy.is_active or fixed)
         if fixed and world.devices[0].type == "cpu" and torch.get_num_threads() > 1:
             _log.info("one intra-op thread, since kernels add up in an order that depends on it")
             torch.set_num_threads(1)
-        self._guards = planned.guards
-        self._variants = planned.variants
-        if self._variants is not None:
-            self._variants.install = self._install
         world.say_stages(owned)
         self.output_process = stage_owners.process_of(len(plan.stages) - 1)
         self.owns_output = self.output_process == world.pipeline_rank
         ends = {stage_owners.process_of(0), self.output_process}
-        has_all = self._variants is not None
-        self.readers = tuple(range(world.processes_per_replica) if has_all else sorted(ends))
-        self._note_buffer_copies()
+        self.readers = tuple(sorted(ends))
         self._watch = ModelWatch(net)
-        self._guards.look()
-        self._has_run = False
         self._accumulates = False  # the step has further batches
         self._is_first_step = True
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
@@ -183,78 +142,13 @@ class Pipeline:
         for stage in self.stages:
             self._of_others -= {id(p) for p in stage.module.parameters()}
         self._no_parameter = nn.Parameter(torch.empty(0, device=self.stages[-1].device))
-        self._make_engine = engine or make_engine
         self._engine = self._new_engine()
 
     def _new_engine(self) -> Engine:
         keep_device_guard()
-        if self.planned.runs_forward:
-            stages = [stage for stage in self.stages if isinstance(stage, ForwardStage)]
-            return forward_engine(
-                self._net, self.planned, stages, self._world, self._options, self.rng
-            )
-        return self._make_engine(self._traced_stages, self._links, self._world)
-
-    def _note_buffer_copies(self) -> None:
-        modules = [layer.module for stage in self.stages for layer in stage.layers]
-        segments = [module for module in modules if isinstance(module, Segment)]
-        self._buffer_copies = [pair for segment in segments for pair in segment.copies()]
-
-    def _install(self, variant: VariantCut) -> None:
-        """Gives all stages the graphs of another variant, and reconnects them.
-
-        All processes of a pipeline call it before the same step, because they have the same inputs.
-
-        Raises:
-            SplitError: a stage lacks tensors that its graphs use.
-        """
-        parts = self.planned.stages
-        check_variant(variant, parts)
-        own_stages = {stage.index: stage for stage in self.stages}
-        graphs = iter(zip(variant.graphs, variant.owners, strict=True))
-        for index, part in enumerate(parts):
-            stage = own_stages.get(index)
-            aliases = {id(a.parameter): a.alias for a in stage.aliases} if stage else {}
-            for layer, (pair, owners) in zip(part, graphs, strict=False):
-                assert isinstance(layer.module, Segment)
-                device = stage.device if stage else None
-                layer.module.add_variant(*pair, owners, device, aliases)
-        self._links = links_between(parts)
-        connections = connections_of(
-            parts,
-            self._links,
-            self._world,
-            self._options,
-            self.groups,
-            self.rng,
-            self._policy,
-            self._tied,
+        return forward_engine(
+            self._net, self.planned, self.stages, self._world, self._options, self.rng
         )
-        for traced_stage in self._traced_stages:
-            traced_stage.connect(connections[traced_stage.index])
-        self._note_buffer_copies()
-        self._engine = self._new_engine()
-
-    def variants_of(self, parts: Sequence[Any]) -> list[int] | None:
-        """Returns the graph variant for each of `microbatches`; see `Variants`.
-
-        A missing variant is traced and installed. None: the model has no variants.
-
-        Raises:
-            BatchError: the model cannot be traced for a micro-batch, or has too many variants.
-            SplitError: the variant does not fit the stages.
-        """
-        return None if self._variants is None else self._variants.choose(parts)
-
-    def _choose_variants(self, step: Step) -> None:
-        assert self._variants is not None
-        chosen = self._variants.choose([step.source(i) for i in range(step.schedule.chunks)])
-        self.choose_variants(chosen if self._variants.count > 1 else None)
-
-    def choose_variants(self, variants: Sequence[int] | None) -> None:
-        """Sets the graph variant of each micro-batch of the next step; None: the first."""
-        for stage in self._traced_stages:
-            stage.choose_variants(variants)
 
     @property
     def world(self) -> World:
@@ -265,10 +159,6 @@ class Pipeline:
     def compiles(self) -> bool:
         """True if layers are compiled."""
         return self._options.compile
-
-    @property
-    def _traced_stages(self) -> list[Stage]:
-        return [stage for stage in self.stages if isinstance(stage, Stage)]
 
     def run_train_step(
         self,
@@ -314,10 +204,7 @@ class Pipeline:
             self.furthest_ahead,
         )
         for stage in self.stages:
-            if isinstance(stage, ForwardStage):
-                stage.begin_step((schedule.chunks, training), recomputed)
-            elif self.watches_state:
-                stage.begin_step((schedule.chunks, training), self._policy.is_active)
+            stage.begin_step((schedule.chunks, training), recomputed)
         values = self._run(step, trains=True)
         for stage in self.stages:
             if reduce and stage.reducer is not None:
@@ -351,8 +238,6 @@ class Pipeline:
                 alias.alias.requires_grad_(alias.parameter.requires_grad)
             if stage.reducer is not None:
                 stage.reducer.build()
-        if self._variants is not None:
-            self._variants.forget()
         # a new engine, because different gradients change the message formats
         self._engine = self._new_engine()
         self._watch.look()
@@ -379,19 +264,9 @@ class Pipeline:
         )
         return self._run(step, trains=training)
 
-    @property
-    def traced_names(self) -> frozenset[str]:
-        """Names of modules with hooks that do not run, because graphs run instead."""
-        return self._guards.traced_names
-
     def _run(self, step: Step, trains: bool) -> list[Any]:
-        self._guards.check()
-        if self._variants is not None:
-            self._choose_variants(step)
         for tie in self._ties:
             tie.refresh()
-        for original, copy in self._buffer_copies:
-            copy.copy_(original, non_blocking=True)
         self.rng.begin_step(self._net.training, step.places)
         for stage in self.stages:
             stage.begin_replicas(step.places)
@@ -406,9 +281,6 @@ class Pipeline:
                     stage.end_replicas()
         if trains:
             self.rng.end_step()
-        if not self._has_run:
-            self._guards.check()  # a layer may set attributes that the model's forward reads
-            self._has_run = True
         return values
 
     @property

@@ -1,7 +1,5 @@
 """Sends and receives of tensors between two processes of a pipeline.
 
-Only `engine="distributed"` needs this file.
-
 Tensors on GPUs are sent through NCCL in batches. A batch uses the communicator of the pipeline's
 group, which exists from the start of a run. For a single send or receive, NCCL would create another
 communicator for the two processes in the middle of the first step. Gloo sends tensors in CPU

@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from hybridtrain._base.torch_private import free_saved, has_node_hooks, has_saved_hooks
 from hybridtrain.errors import UserError, setting
-from hybridtrain.pipeline.boundary import Root, edge_of, run_from
+from hybridtrain.pipeline.autograd_graph import Root, edge_of, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 
 # Custom functions that need a whole backward in one call, or free their saved tensors in it.

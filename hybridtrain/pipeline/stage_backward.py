@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hybridtrain._base.shares import MicrobatchPlace
-from hybridtrain.pipeline.boundary import Root, run_from
+from hybridtrain.pipeline.autograd_graph import Root, run_from
 from hybridtrain.pipeline.layer_rng import BackwardDraws
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer, explaining_ready_twice
 from hybridtrain.pipeline.split_backward import Division, SplitBackward, divide

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.tensors import resident_bytes
 from hybridtrain.pipeline.forward import ForwardStage
-from hybridtrain.pipeline.stage import Stage
 
 if TYPE_CHECKING:
     from hybridtrain.pipeline.pipeline import Pipeline
@@ -105,7 +104,7 @@ def log_compiled(pipeline: Pipeline) -> None:
     )
 
 
-def _count_compiled(pipeline: Pipeline, stage: Stage | ForwardStage) -> int:
+def _count_compiled(pipeline: Pipeline, stage: ForwardStage) -> int:
     """Returns how many layers of `stage` run compiled in training."""
     numbers = range(stage.first, stage.first + len(stage.layers))
     return sum(not pipeline.rng.draws(number) for number in numbers) * pipeline.compiles

@@ -9,7 +9,7 @@ stages never add to the same gradient, and no two stages' DDPs share a parameter
     after it         owner.grad + alias 2's [2] + alias 3's [3], in the order of the stages
 
 With stages in several processes, [1] to [3] are sends and receives. Every process handles its ends
-of all ties in stage order (`placement.ties_of`), and each end does one operation at a time, so no
+of all ties in stage order (`ties_of`), and each end does one operation at a time, so no
 two processes can wait for each other.
 
 An alias is in the layer's instance dictionary, where Python looks first; the module keeps the
@@ -25,7 +25,7 @@ import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -33,9 +33,12 @@ from torch.nn.parameter import Parameter
 
 from hybridtrain._base.torch_private import has_gradient_hooks
 from hybridtrain.errors import SplitError, UserError
-from hybridtrain.graph import Segment
+from hybridtrain.partitioning import StageOwners
 from hybridtrain.pipeline.point_to_point import begin_receive, begin_send, wait
 from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.pipeline.forward.stage import ForwardStage
 
 
 @dataclass(frozen=True)
@@ -231,17 +234,6 @@ def remove_aliases(net: nn.Module) -> None:
             module.__dict__.pop(name, None)
 
 
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Moves `module` to `device`; only constants in graphs, where its tensors are there already."""
-    tensors = (*module.parameters(), *module.buffers())
-    if not tensors or any(tensor.device != device for tensor in tensors):
-        module.to(device)
-        return
-    for part in module.modules():
-        if isinstance(part, Segment):
-            part.put_constants_on(device)
-
-
 def place_with_aliases(
     module: nn.Module, device: torch.device, uses: Sequence[TiedUse]
 ) -> list[Alias]:
@@ -249,7 +241,7 @@ def place_with_aliases(
     for use in uses:
         use.module._parameters[use.name] = None
     try:
-        _move(module, device)
+        module.to(device)
     finally:
         for use in uses:
             use.module._parameters[use.name] = use.parameter
@@ -268,3 +260,28 @@ def place_with_aliases(
     for number, placed_alias in enumerate(placed):
         module.register_parameter(f"alias_{number}", placed_alias.alias)
     return placed
+
+
+def ties_of(
+    stages: Sequence[ForwardStage],
+    uses: Sequence[Sequence[TiedUse]],
+    world: World,
+    owners: StageOwners,
+) -> list[Tie]:
+    """Returns this process's ends of all ties, in stage order, the same on all processes."""
+    here, process_of = world.pipeline_rank, owners.process_of
+    stage_at = {stage.index: stage for stage in stages}
+    ties: list[Tie] = []
+    for index, stage_uses in enumerate(uses):
+        user = process_of(index)
+        for use in {id(use.parameter): use for use in stage_uses}.values():
+            home = process_of(use.owner)
+            if user == here:
+                alias = next(a for a in stage_at[index].aliases if a.parameter is use.parameter)
+                if home == here:
+                    ties.append(alias)
+                else:
+                    ties.append(OwnerElsewhere(alias.alias, world, home))
+            elif home == here:
+                ties.append(AliasElsewhere(use.parameter, world, user))
+    return ties

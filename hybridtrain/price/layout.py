@@ -9,12 +9,10 @@ from functools import cached_property, lru_cache
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain.errors import ConfigError, argument
-from hybridtrain.options import SHARD_MODES, PipelineOptions
+from hybridtrain.options import ENGINES, SHARD_MODES, PipelineOptions
 from hybridtrain.partitioning import whole_stages
 from hybridtrain.price.unequal import EQUAL, Arrangement, arrangements
 from hybridtrain.schedule import Placement, place_of, registered, schedule_names
-
-ENGINES = ("local", "distributed")
 
 
 @dataclass(frozen=True)

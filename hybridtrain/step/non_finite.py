@@ -21,7 +21,6 @@ from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.accelerator import put
-from hybridtrain.graph import looks_only
 from hybridtrain.loss import LossFn, microbatch_weights
 from hybridtrain.model import HybridModel
 from hybridtrain.pipeline import HeadOutput
@@ -273,7 +272,7 @@ def _origin_in_forward(
     snapshot.take()
     step = model.rng.step
     model.rng.step = trained.rng_step  # the same dropout masks as in the step
-    hook = register_module_forward_hook(looks_only(watch))
+    hook = register_module_forward_hook(watch)
     # compiled layers do not call hooks that were added after compilation
     stance = torch.compiler.set_stance("force_eager")
     try:

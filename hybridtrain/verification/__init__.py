@@ -1,11 +1,9 @@
 """Compares a pipeline with the module it was made from.
 
 report        on request: training steps and evaluations of the stages, in full
-self_check    automatically, before the first step of each kind of input, on copies of the model
-forward_check the same for pipelines that run the model's own forward: with several micro-batches
-cut_model     what both of them compare, and up to which size
+forward_check automatically, before the first step of each kind of batch, on copies of the model
+cut_model     what it compares, and up to which size
 comparison    the difference between two results
-expressions   a run without data, in which each tensor has an expression instead of numbers
 module_copy   copies of a module that keep its hooks and its shared parts
 python_state  a snapshot of all mutable state that a module's code can reach
 """
@@ -21,7 +19,6 @@ from hybridtrain.verification.report import (
     Verification,
     verify,
 )
-from hybridtrain.verification.self_check import SelfCheck
 
 __all__ = [
     "STATE",
@@ -30,7 +27,6 @@ __all__ = [
     "Compared",
     "CutModel",
     "ForwardCheck",
-    "SelfCheck",
     "Verification",
     "undone",
     "verify",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hybridtrain._base.accelerator import put
+from hybridtrain._base.torch_private import without_torch_function
 from hybridtrain._base.values import leaves_of
 
 
@@ -209,7 +210,8 @@ class Calls:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    with without_torch_function():  # a pipeline's mode must not take this for the model's code
+        return tensor.detach().clone()
 
 
 def _described(value: Any) -> str:

@@ -2,7 +2,8 @@
 
 A pipeline that runs the model's own forward runs the code of several micro-batches at the same
 time. State that one stage writes and another one reads would then be another micro-batch's. So
-before the first step of each kind of batch, some small micro-batches run twice, on copies:
+before the first step of each kind of batch, and again before its 4th, 8th, 16th and so on, because
+state may change with the steps, some small micro-batches run twice, on copies:
 
     copy 1   cut as planned, one action at a time, each stage as far ahead of the next
              as the schedule allows: F0@0 F1@0 F0@1 B0@1 ...                     ──────┐
@@ -20,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,18 +29,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.intra_op_threads import intra_op_threads, threads_per_lane
-from hybridtrain._base.microbatch import split
+from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes, split
 from hybridtrain._base.precision import autocast
 from hybridtrain._base.tensors import bytes_of_module
 from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
 from hybridtrain.graph import Layer, arguments_of
-from hybridtrain.pipeline import HeadOutput, Pipeline, ReplayedDraws
-from hybridtrain.schedule import Schedule, forward_only, make_schedule
+from hybridtrain.partitioning import PlannedLayers
+from hybridtrain.pipeline import HeadOutput, PartsHere, Pipeline, ReplayedDraws
+from hybridtrain.schedule import Schedule, forward_only, make_schedule, registered
 from hybridtrain.verification.comparison import Calls, Difference, difference, differences
 from hybridtrain.verification.cut_model import (
     MAX_BYTES,
@@ -54,6 +56,11 @@ from hybridtrain.verification.python_state import undone
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
+
+
+TOLERANCE = 1e-5
+"""The relative difference allowed for gradients of parameters that several processes share, because
+they are added up in another order."""
 
 
 class _Skipped(Exception):
@@ -81,7 +88,7 @@ class _Batch(NamedTuple):
 
 
 class ForwardCheck:
-    """Compares the stages of a pipeline that runs the forward with plain PyTorch, once per kind.
+    """Compares the stages of a pipeline that runs the forward with plain PyTorch, now and then.
 
     Args:
         model: the model to check.
@@ -89,11 +96,34 @@ class ForwardCheck:
 
     def __init__(self, model: CutModel) -> None:
         self._model = model
-        self._signatures: set[Any] = set()  # exact shapes, for a fast lookup
-        self._kinds: set[Any] = set()
-        self._is_off = not model.options.self_check or len(model.plan.stages) == 1
+        self._kind_of: dict[Any, Any] = {}  # by the exact shapes, for a fast lookup
+        self._batches: dict[Any, int] = {}  # so far, of each kind
+        self._is_off = (
+            not model.options.self_check or len(model.plan.stages) == 1 or model.is_partial
+        )
         self._says_skipped = model.world.is_main
         self._not_compared: set[str] = set()
+
+    def check_at_construction(self, example_inputs: Any) -> None:
+        """Checks the micro-batches of an example batch, in training and in evaluation mode.
+
+        Raises:
+            NotExactError: the stages compute something other than the module.
+        """
+        if isinstance(example_inputs, Microbatch):
+            inputs, sizes = example_inputs.inputs, [batch_size(example_inputs.inputs)]
+        else:
+            inputs = example_inputs
+            sizes = chunk_sizes(batch_size(inputs), self._model.options.chunks)
+        net = self._model.net
+        modes = [(module, module.training) for module in net.modules()]
+        try:
+            for training in (True, False):
+                net.train(training)
+                self.check_batch(inputs, sizes, trains=training)
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -105,7 +135,7 @@ class ForwardCheck:
             self._is_off = was_off
 
     def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
-        """Checks the micro-batches of a batch of a new kind.
+        """Checks the micro-batches of a batch, if a check is due for its kind.
 
         Args:
             inputs: the inputs of the batch.
@@ -121,12 +151,14 @@ class ForwardCheck:
         leaves, spec = tree_flatten(inputs)
         shapes = [(v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves]
         signature = (*shapes, spec, training, trains, len(sizes))
-        if signature in self._signatures:
-            return
         count = min(len(sizes), len(self._model.plan.stages) + 1)
-        kind = (*(kind_of(inputs, size) for size in sizes[:count]), training, trains)
-        if kind in self._kinds:
-            self._signatures.add(signature)
+        kind = self._kind_of.get(signature)
+        if kind is None:
+            kind = (*(kind_of(inputs, size) for size in sizes[:count]), training, trains)
+            self._kind_of[signature] = kind
+        number = self._batches.get(kind, 0) + 1
+        if number in (2, 3) or number & (number - 1):
+            self._batches[kind] = number
             return
         # cut from the batch, because shared values are marked only there
         pieces = [(min(size, SAMPLES), max(size - SAMPLES, 0)) for size in sizes]
@@ -143,8 +175,7 @@ class ForwardCheck:
                         "model.verify(...)",
                         reason,
                     )
-        self._kinds.add(kind)
-        self._signatures.add(signature)
+        self._batches[kind] = number  # a refused batch stays refused
 
     def _check(self, batch: _Batch, whole: Sequence[Any]) -> None:
         run = _Run(self._model)
@@ -207,6 +238,7 @@ class _Run:
         self._model = model
         self._net = model.net
         self.not_compared: set[str] = set()
+        self._tied: set[str] = set()  # parameters whose gradients are added up in another order
         self._device = model.world.devices[-1]
         # without the options that concern only replicas or compiled code
         self._options = replace(
@@ -250,12 +282,21 @@ class _Run:
 
     def _difference(self, cut: _Results, plain: _Results) -> Difference | None:
         for number, outputs in enumerate(zip(cut.outputs, plain.outputs, strict=True)):
+            if self._model.world.processes_per_replica > 1:
+                # An object that layers fill, such as a cache of keys and values, has only what
+                # the layers of the last process put there.
+                outputs = tuple(tree_map(_without_objects, output) for output in outputs)
             if size := difference(*outputs, not_compared=self.not_compared):
                 return Difference(f"the output of micro-batch {number}", size, *outputs)
         results = [
             (f"the gradient of {name}", cut.gradients.get(name), gradient)
             for name, gradient in plain.gradients.items()
+            if name not in self._tied
         ]
+        for name in self._tied:
+            first, second = cut.gradients.get(name), plain.gradients.get(name)
+            if (size := difference(first, second)) > TOLERANCE:
+                return Difference(f"the gradient of {name}", size, first, second)
         if self._options.batch_norm != "deferred":  # its buffers intentionally differ
             for name, buffer in plain.buffers.items():
                 results.append((f"buffer {name}", cut.buffers.get(name), buffer))
@@ -267,7 +308,7 @@ class _Run:
         seeds = self._run_cut(batch, cut)[1]
         self._run_plain(batch, seeds, plain)
         for name, outputs in plain.outputs.items():
-            if difference(cut.outputs.get(name, []), outputs):
+            if name in cut.outputs and difference(cut.outputs[name], outputs):
                 return name
         return ""
 
@@ -288,17 +329,12 @@ class _Run:
     def _run_cut(
         self, batch: _Batch, calls: Calls | None = None
     ) -> tuple[_Results, list[Sequence[int]]]:
+        if self._model.world.processes_per_replica > 1:
+            return self._run_parts(batch, calls)
         planned = self._model.planned
         layers = [[layer.module for layer in stage] for stage in planned.stages]
         net, copied = self._copied((self._net, layers))
-        planned = replace(
-            planned,
-            stages=[
-                [Layer(layer.name, module) for layer, module in zip(stage, modules, strict=True)]
-                for stage, modules in zip(planned.stages, copied, strict=True)
-            ],
-            recast=set(),
-        )
+        planned = _with_modules(planned, net, copied)
         world = World(devices=(self._device,) * self._model.world.nb_part)
         parts = [self._placed(part, batch.trains) for part in batch.parts]
         outputs: dict[int, Any] = {}
@@ -321,7 +357,7 @@ class _Run:
             step = pipeline.rng.step
             begun = time.perf_counter()
             with (
-                _watching(calls, net),
+                _watching(calls, _inside(net, [net])),
                 torch.set_grad_enabled(batch.trains),
                 self._autocast(),
             ):
@@ -341,6 +377,62 @@ class _Run:
             ]
             return _results([outputs[n] for n in range(len(parts))], net, parts), list(seeds)
 
+    def _run_parts(
+        self, batch: _Batch, calls: Calls | None = None
+    ) -> tuple[_Results, list[Sequence[int]]]:
+        """Runs the model as several processes do, each with one stage and its own copy."""
+        planned = self._model.planned
+        layers = [[layer.module for layer in stage] for stage in planned.stages]
+        copies = [self._copied((self._net, layers)) for _ in planned.stages]
+        nets = [net for net, _ in copies]
+        parts = [self._placed(part, batch.trains) for part in batch.parts]
+        own = [
+            (name, module)
+            for (net, modules), number in zip(copies, range(len(copies)), strict=True)
+            for name, module in _inside(net, modules[number])
+        ]
+        outputs: dict[int, Any] = {}
+
+        def head(microbatch: int, value: Any) -> HeadOutput:
+            outputs[microbatch] = _noted(value)
+            root = root_of(value) if batch.trains else None
+            if root is None:
+                return HeadOutput(None)
+            return HeadOutput(root.detach(), root, torch.ones_like(root))
+
+        with self._as_before(nets[0]):
+            here = PartsHere(
+                [(net, _with_modules(planned, net, modules)) for net, modules in copies],
+                self._device,
+                self._options,
+            )
+            for rng in here.rngs:
+                rng.seeds_evaluations = True
+            shape = len(nets), len(parts), 1
+            schedule = forward_only(*shape)
+            if batch.trains:
+                splits = registered(self._options.schedule).splits_backward
+                schedule = make_schedule("zb-h1" if splits else "1f1b", *shape)
+            with (
+                _watching(calls, own),
+                torch.set_grad_enabled(batch.trains),
+                self._autocast(),
+            ):
+                here.run(schedule, parts.__getitem__, head, batch.training)
+            self._tied = here.tied
+            counts = here.counts()
+            rng = here.rngs[0]
+            seeds = [rng.seeds_in_order(counts, number, rng.step) for number in range(len(parts))]
+            gradients = here.gradients() | {
+                f"input {number}": leaf.grad
+                for number, leaf in enumerate(tree_leaves(parts))
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            }
+            outputs_in_order = [outputs[number] for number in range(len(parts))]
+            return _Results(outputs_in_order, _noted(gradients), _noted(here.buffers())), list(
+                seeds
+            )
+
     def _schedule(self, chunks: int) -> Schedule:
         options, lanes = self._options, self._model.world.nb_part
         shape = lanes, chunks, options.stages_per_device, options.max_inflight
@@ -353,7 +445,7 @@ class _Run:
         parts = [self._placed(part, batch.trains) for part in batch.parts]
         outputs: list[Any] = []
         threads = threads_per_lane(self._model.world.nb_part)
-        with self._as_before(net), _watching(calls, net), intra_op_threads(threads):
+        with self._as_before(net), _watching(calls, _inside(net, [net])), intra_op_threads(threads):
             for part, seeds_of_part in zip(parts, seeds, strict=True):
                 args, kwargs = arguments_of(net, part)
                 draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
@@ -395,11 +487,36 @@ class _Run:
         return autocast(self._options.precision, self._device.type)
 
 
-def _watching(calls: Calls | None, net: nn.Module) -> AbstractContextManager[None]:
-    """Records the calls of the submodules of `net` in the block."""
-    if calls is None:
-        return nullcontext()
-    return calls.watching((name, module) for name, module in net.named_modules() if name)
+def _with_modules(
+    planned: PlannedLayers, net: nn.Module, modules: Sequence[Sequence[nn.Module]]
+) -> PlannedLayers:
+    """Returns the planned layers in a copy of the model."""
+    return replace(
+        planned,
+        stages=[
+            [Layer(layer.name, module) for layer, module in zip(*pair, strict=True)]
+            for pair in zip(planned.stages, modules, strict=True)
+        ],
+        recast=set(),
+        net=net,
+    )
+
+
+def _inside(net: nn.Module, layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of some layers of a model, with their names."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    return ((name, m) for name, m in net.named_modules() if id(m) in inside and name)
+
+
+def _watching(
+    calls: Calls | None, modules: Iterable[tuple[str, nn.Module]]
+) -> AbstractContextManager[None]:
+    """Records the calls of modules in the block."""
+    return nullcontext() if calls is None else calls.watching(modules)
+
+
+def _without_objects(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, Tensor | bool | int | float | str | bytes) else None
 
 
 def _noted(tree: Any) -> Any:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hybridtrain.graph import Segment
 from hybridtrain.pipeline import remove_aliases
 
 T = TypeVar("T")
@@ -46,8 +45,6 @@ def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) 
                     memo[id(value)] = value.detach().clone()
             elif isinstance(value, ModuleType):
                 memo[id(value)] = value
-        if isinstance(part, Segment):
-            memo |= {id(run): None for run in part.compiled_graphs()}
     copied = copy.deepcopy(modules, memo)
     for original, twin in zip(parts, _parts(copied), strict=True):
         for name, parameter in original._parameters.items():

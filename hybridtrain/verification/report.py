@@ -604,8 +604,7 @@ class _Comparison:
         for training in (False, True):
             self._set_modes(training)
             staged_calls, plain_calls = Calls(), Calls()
-            net, traced = self._model.net, self._model.pipeline.traced_names
-            watched = [(name, m) for name, m in net.named_modules() if name and name not in traced]
+            watched = [(name, m) for name, m in self._model.net.named_modules() if name]
             plain_modules = [(name, m) for name, m in self._net.named_modules() if name]
             with (
                 torch.no_grad(),

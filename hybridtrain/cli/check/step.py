@@ -13,7 +13,6 @@ from torch import nn
 
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.hardware import host_memory
-from hybridtrain._base.microbatch import Microbatch, batch_size
 from hybridtrain._base.text_table import counted, with_unit
 from hybridtrain.cli.check.report import NotCheckedError
 from hybridtrain.cli.check.start import Batches, Model
@@ -35,7 +34,7 @@ from hybridtrain.partitioning import (
     count_layers,
     recompute_policy,
 )
-from hybridtrain.pipeline import message_formats, messages_of, with_sync_batch_norm
+from hybridtrain.pipeline import messages_of, with_sync_batch_norm
 from hybridtrain.price import why_not_priced
 from hybridtrain.schedule import Schedule, make_schedule
 from hybridtrain.world import World
@@ -88,14 +87,12 @@ class Cut:
         plan: its plan.
         planned: its layers, by stage.
         example: inputs and targets of a replica's batch.
-        again: rebuilds the layers for the inputs of another micro-batch.
     """
 
     net: nn.Module
     plan: Plan
     planned: PlannedLayers
     example: tuple[Any, Any]
-    again: Callable[[Any], PlannedLayers]
 
 
 def plan(
@@ -121,15 +118,11 @@ def plan(
             pipeline,
             owners=world.stage_owners,
             costs="estimated",
-            runs_forward=world.runs_forward,
         )
         planner = make(example_inputs=example[0])
         plan = planner.plan()
 
-        def again(inputs: Any) -> PlannedLayers:
-            return make(example_inputs=Microbatch(inputs)).layers_of(plan)
-
-        return Cut(net, plan, planner.layers_of(plan), example, again)
+        return Cut(net, plan, planner.layers_of(plan), example)
 
     draws = default_generators()
     try:
@@ -161,11 +154,9 @@ def messages(
     largest = 0
     for size in sizes:
         inputs, targets = example_batch(data.train, size, data.collate)
-        # a graph that is valid for some inputs only is traced again, as in a run
-        planned = cut.planned if cut.planned.variants is None else cut.again(inputs)
         loss = LossOfStep(function, targets)
         try:
-            largest = max([largest, *_message_bytes(cut.net, planned, inputs, loss, pipeline)])
+            largest = max([largest, *_message_bytes(cut.planned, inputs, loss, pipeline)])
         except NotOnFakesError as error:
             text = f"layer {error.layer!r}, micro-batch of {counted(size, 'sample')}"
             if error.needs_values:
@@ -180,29 +171,16 @@ def messages(
 
 
 def _message_bytes(
-    net: nn.Module,
-    planned: PlannedLayers,
-    inputs: Any,
-    loss: LossOfStep,
-    pipeline: PipelineOptions,
+    planned: PlannedLayers, inputs: Any, loss: LossOfStep, pipeline: PipelineOptions
 ) -> list[int]:
     """Returns the bytes that cross each border between two stages in a forward.
 
     Raises:
         NotOnFakesError: a layer, or the loss, fails for these inputs.
     """
-    if planned.runs_forward:
-        counted = count_layers(planned.layers, inputs, pipeline.precision, loss)
-        borders = list(accumulate(map(len, planned.stages)))[:-1]
-        return [counted[border - 1].cost.crossing_bytes for border in borders]
-    size = batch_size(inputs)
-    formats = message_formats(net, planned.stages, inputs, loss, pipeline.precision, size)
-    return list(map(_bytes_of, formats))
-
-
-def _bytes_of(form: Any) -> int:
-    elements = [torch.Size(tensor.shape).numel() for tensor in form.tensors]
-    return sum(n * t.dtype.itemsize for n, t in zip(elements, form.tensors, strict=True))
+    counted = count_layers(planned.layers, inputs, pipeline.precision, loss)
+    borders = list(accumulate(map(len, planned.stages)))[:-1]
+    return [counted[border - 1].cost.crossing_bytes for border in borders]
 
 
 def memory(

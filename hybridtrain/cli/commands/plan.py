@@ -319,7 +319,6 @@ def plan_alone(settings: Settings) -> tuple[PreparedRun, Plan, Sequence[str]]:
     plan = plan_without_values(
         prepared.build,
         prepared.options.pipeline,
-        # the processes have stages of a traced model
         lambda net: Planner(net, prepared.options.pipeline, prepared.example_inputs, hardware),
     )
     return prepared, plan, hardware.devices

@@ -198,7 +198,6 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
             example[0],
             world.stage_owners,
             costs="estimated",
-            runs_forward=world.runs_forward,
         )
         planned = planner.layers_of(planner.plan())
         with without_errors_of_fake_tensors():

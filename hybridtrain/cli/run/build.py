@@ -52,8 +52,7 @@ from hybridtrain.errors import ConfigError, check_choice, did_you_mean, naming
 from hybridtrain.launch import raise_on_signals
 from hybridtrain.loop import Callback, TrainerOptions
 from hybridtrain.model import HybridModel
-from hybridtrain.options import LoaderOptions, PipelineOptions
-from hybridtrain.pipeline import ENGINES
+from hybridtrain.options import ENGINES, LoaderOptions, PipelineOptions
 from hybridtrain.schedule import is_file, schedule_names
 from hybridtrain.world import World
 

@@ -10,13 +10,16 @@ stage      what belongs to a device: layers, state, backwards
 build      places layers on devices, and connects all of this
 """
 
-from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine
+from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, of_other_code
+from hybridtrain.pipeline.forward.parts_here import PartsHere
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import for_other_thread
 
 __all__ = [
     "ForwardStage",
+    "PartsHere",
     "build_forward_stages",
     "for_other_thread",
     "forward_engine",
+    "of_other_code",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,13 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import PlannedLayers, RecomputePolicy
 from hybridtrain.pipeline.forward.engine import ForwardEngine
 from hybridtrain.pipeline.forward.layers import LayersOfStage, install
-from hybridtrain.pipeline.forward.places import LayerPlace, OpenedUnit, Place
+from hybridtrain.pipeline.forward.part_engine import PartEngine
+from hybridtrain.pipeline.forward.places import places_of
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import Model
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
+from hybridtrain.pipeline.ties import Alias, TiedUse, place_with_aliases
 from hybridtrain.world import World
 
 
@@ -31,8 +34,9 @@ def build_forward_stages(
     groups: Sequence[ProcessGroup | None],
     rng: LayerRNG,
     policy: RecomputePolicy,
+    ties: Sequence[Sequence[TiedUse]],
 ) -> list[ForwardStage]:
-    """Moves the layers to the devices of their stages, and broadcasts rank 0's values.
+    """Moves the layers to the devices of this process's stages, and broadcasts rank 0's values.
 
     A parameter that several stages use belongs to the first of them, and one that only code between
     layers uses to the stage of that code.
@@ -43,7 +47,10 @@ def build_forward_stages(
     static = policy.is_active or world.fixed_replicas is not None
     if options.compile:
         prepare_compiler(len(layers), static)
-    owner = owners_of(planned, net)
+    owner = owners_of(planned, net, world.processes_per_replica > 1)
+    owned_stages = owners_in(world, options)
+    # within a process, a shared parameter crosses like any other value
+    tied_in = [[] for _ in parts] if world.processes_per_replica == 1 else ties
     uses = [{id(p) for layer in part for p in layer.module.parameters()} for part in parts]
     # parameters that the code of their first stage uses, and no layer of it has
     of_code: list[list[nn.Parameter]] = [[] for _ in parts]
@@ -56,22 +63,31 @@ def build_forward_stages(
     tied = frozenset(number for number in names if sum(number in of_stage for of_stage in uses) > 1)
     placed: dict[int, tuple[Tensor, Tensor] | None] = {}
     stages: list[ForwardStage] = []
-    first = 0
+    firsts = [0, *accumulate(map(len, parts))]
     owners = world.stage_owners.placed(options.placement)
-    for index, part in enumerate(parts):
+    for index in owned_stages:
+        part = parts[index]
         device = world.devices[owners.local_index(index)]
         module = nn.ModuleList(layer.module for layer in part)
         if of_code[index]:
             module.append(nn.ParameterList(of_code[index]))
+        aliases: list[Alias] = []
+        if tied_in[index]:
+            aliases = place_with_aliases(module, device, tied_in[index])
+            for alias in aliases:
+                owner[id(alias.alias)] = index
+                names[id(alias.alias)] = names[id(alias.parameter)]
         _place(module, device, placed)
         owned = [p for p in module.parameters() if owner.get(id(p)) == index]
         runs = LayersOfStage(
-            part, first, rng, policy.layers, options.compile, static, in_place, tied
+            part, firsts[index], rng, policy.layers, options.compile, static, in_place, tied
         )
-        stages.append(ForwardStage(index, module, owned, device, runs, owner))
-        first += len(part)
+        stage = ForwardStage(index, module, owned, device, runs, owner)
+        stage.aliases = aliases
+        stages.append(stage)
     _place(net, world.devices[0], placed)  # what no layer has
     install([layer.module for layer in layers])
+    install([net.get_submodule(name) for name in planned.opened.values()])
     for stage in stages:
         group = groups[stage.index]
         named = {
@@ -86,10 +102,12 @@ def build_forward_stages(
     return stages
 
 
-def owners_of(planned: PlannedLayers, net: nn.Module) -> dict[int, int]:
+def owners_of(planned: PlannedLayers, net: nn.Module, has_parts: bool = False) -> dict[int, int]:
     """Returns the stage that owns each parameter, by its `id`: the first that uses it.
 
-    Its reducer averages the gradient, so the gradients of all later stages must reach it first.
+    Its reducer averages the gradient, so the gradients of all later stages must reach it first. If
+    processes have parts of the model, a layer's parameter belongs to the layer's stage even if
+    earlier code uses it, which is then refused.
     """
     parts = planned.stages
     stage_of_layer = [stage for stage, part in enumerate(parts) for _ in part]
@@ -99,10 +117,19 @@ def owners_of(planned: PlannedLayers, net: nn.Module) -> dict[int, int]:
             for parameter in layer.module.parameters():
                 owner.setdefault(id(parameter), index)
     for name, parameter in net.named_parameters():
+        if has_parts and id(parameter) in owner:
+            continue
         first = planned.first_uses.get(name)
         stage = owner.get(id(parameter), 0 if first is None else len(parts))
         owner[id(parameter)] = stage if first is None else min(stage, stage_of_layer[first])
     return owner
+
+
+def of_other_code(net: nn.Module, planned: PlannedLayers, owned: Sequence[int]) -> set[int]:
+    """Returns the `id`s of parameters that only code in stages of other processes uses."""
+    inside = {id(p) for part in planned.stages for k in part for p in k.module.parameters()}
+    homes = owners_of(planned, net, has_parts=True)
+    return {k for k, home in homes.items() if k not in inside and home not in owned}
 
 
 def containers_of(net: nn.Module, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -124,41 +151,42 @@ def forward_engine(
 ) -> ForwardEngine:
     """Returns the engine of a pipeline; see `build_forward_stages`."""
     owner = stages[0].owner_of
-    devices = [stage.device for stage in stages]
-    moves = len(set(devices)) > 1
-    names = {id(t): name for name, t in (*net.named_parameters(), *net.named_buffers())}
-    places: dict[int, list[Place]] = {}
-    look_inside = planned.look_inside
-    for stage in stages:
-        for position, layer in enumerate(stage.layers):
-            shares = any(owner[id(p)] < stage.index for p in layer.module.parameters())
-            if moves:  # such as the buffer of a module that layers of several stages hold
-                tensors = (*layer.module.parameters(), *layer.module.buffers())
-                shares = shares or any(t.device != stage.device for t in tensors)
-            index = stage.first + position
-            unit, piece = planned.units[index]
-            if unit in planned.opened and not piece:
-                opened = net.get_submodule(planned.opened[unit])
-                install([opened])
-                places.setdefault(id(opened), []).append(OpenedUnit(unit, stage.index))
-            if shares or popped_by(layer.module):
-                look_inside.add(index)
-            place = LayerPlace(index, stage.index, layer.name, position, stage.runs)
-            places.setdefault(id(layer.module), []).append(place)
+    own = {stage.index: stage for stage in stages}
+    owners = world.stage_owners.placed(options.placement)
+    devices = [world.devices[owners.local_index(k)] for k in range(len(planned.stages))]
+    moves = len(own) == len(devices) and len(set(devices)) > 1
+    if len(own) == len(devices):
+        for stage in stages:
+            for position, layer in enumerate(stage.layers):
+                shares = any(owner[id(p)] < stage.index for p in layer.module.parameters())
+                if moves:  # such as the buffer of a module that layers of several stages hold
+                    tensors = (*layer.module.parameters(), *layer.module.buffers())
+                    shares = shares or any(t.device != stage.device for t in tensors)
+                if shares or popped_by(layer.module):
+                    planned.look_inside.add(stage.first + position)
+    leaf = torch.empty(0)
     model = Model(
         net,
-        places,
+        places_of(net, planned, {k: stage.runs for k, stage in own.items()}),
         owner,
         devices,
-        look_inside,
-        [stage.cut_leaf for stage in stages],
+        planned.look_inside,
+        [own[k].cut_leaf if k in own else leaf for k in range(len(devices))],
         moves,
-        names,
-        containers_of(net, [layer.module for stage in stages for layer in stage.layers]),
+        {id(t): name for name, t in (*net.named_parameters(), *net.named_buffers())},
+        containers_of(net, [layer.module for part in planned.stages for layer in part]),
         planned.recast,
     )
     hold = options.find_unused_parameters and world.data_parallel_size > 1
+    if world.processes_per_replica > 1:
+        return PartEngine(model, stages, rng, planned, world, hold, options.compile)
     return ForwardEngine(model, stages, rng, world.devices, hold, options.compile)
+
+
+def owners_in(world: World, options: PipelineOptions) -> Sequence[int]:
+    """Returns the stages of this process."""
+    owners = world.stage_owners.placed(options.placement)
+    return owners.stages_of(world.pipeline_rank, options.stages_per_device)
 
 
 def _place(

@@ -42,7 +42,7 @@ from hybridtrain._base.torch_private import (
 )
 from hybridtrain.errors import ConfigError, UserError, argument
 from hybridtrain.graph import arguments_of
-from hybridtrain.launch import LaneActivity, activity, ends_at_once
+from hybridtrain.launch import activity, ends_at_once
 from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engine import HeadOutput, Step
 from hybridtrain.pipeline.forward.glue import watch_autograd
@@ -73,6 +73,8 @@ class ForwardEngine:
         hold_roots: keep the tensors where backwards start; DDP looks for unused parameters there.
         compiles: whether layers are compiled.
     """
+
+    run_type: type[StepRun]
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class ForwardEngine:
                 )
         modes = CallerModes.capture()
         # a mode is the caller's object and may have state, which two threads must not share
-        run = _StepRun(self, step, modes, serial=any(modes))
+        run = self.run_type(self, step, modes, serial=any(modes))
         if self._gpus:
             # the threads' streams wait for what the caller has queued, such as the optimizer's step
             sync_streams(self._gpus, before=True)
@@ -130,6 +132,7 @@ class ForwardEngine:
         failure, run.failure = run.failure, None
         del run.first  # a circle of references, which would keep the outputs
         if failure is None:
+            run.finish()
             return run.values
         for stage in self._stages:
             stage.clear()
@@ -150,31 +153,31 @@ class ForwardEngine:
 
     def _run_here(self, step: Step) -> list[Any]:
         """Runs a pipeline of one stage in the caller's thread."""
-        (doing,) = activity.begin_step(1)
-        run = _StepRun(self, step, CallerModes(), serial=False, activities=[doing])
+        run = self.run_type(self, step, CallerModes(), serial=False, is_alone=True)
         draws = draws_here()
-        (lane,) = step.schedule.lanes
+        (stage,) = self._stages
+        ((number, doing),) = run.activity.items()
         try:
             with step.thread_state.applied():
-                for action in lane:
+                for action in step.schedule.lanes[number]:
                     doing.begin(action)
                     if action.kind == "F":
                         run.forward(action.microbatch)
                     elif action.kind == "W":
                         run.backward(action, ())
                     else:
-                        gradients = self._stages[0].gradients_of_loss(action.microbatch)
+                        gradients = run.gradients_from_after(stage.index, action.microbatch)
                         run.backward(action, gradients)
+            run.finish()
         except BaseException:
             leave_draws(draws)
-            for stage in self._stages:
-                stage.clear()
+            stage.clear()
             raise
         finally:
             doing.end()
         return run.values
 
-    def _start(self, run: _StepRun) -> None:
+    def _start(self, run: StepRun) -> None:
         schedule, lanes = run.step.schedule, len(self._devices)
         # while all trips that may run wait, each device may still run a backward
         wanted = trips_at_once(run.step) + lanes * schedule.trains
@@ -231,7 +234,7 @@ def kinds_of_backwards(schedule: Schedule) -> Mapping[tuple[int, int], ActionKin
     }
 
 
-class _StepRun:
+class StepRun:
     """The state of one step while it runs.
 
     Attributes:
@@ -240,6 +243,7 @@ class _StepRun:
         failure: the first exception, if any.
         stopped: whether it has failed.
         first: the task that begins the step.
+        activity: what each device of this process does, by its lane.
     """
 
     first: _Task
@@ -250,7 +254,7 @@ class _StepRun:
         step: Step,
         modes: CallerModes,
         serial: bool,
-        activities: Sequence[LaneActivity] | None = None,
+        is_alone: bool = False,
     ) -> None:
         schedule = step.schedule
         self.step = step
@@ -258,14 +262,17 @@ class _StepRun:
         self.failure: BaseException | None = None
         self.stopped = False
         self._engine = engine
-        self._stages = engine._stages
+        self._stages = {stage.index: stage for stage in engine._stages}
         self._model = engine._model
-        self._last = schedule.stages - 1
         self._modes = modes
         self._lane_of = schedule.lane_of
-        self._is_alone = activities is not None
-        self._activity = activities or activity.begin_step(len(schedule.lanes))
-        self._turns: list[Turns[_Task]] = []
+        self._is_alone = is_alone
+        lanes = sorted({self._lane_of[stage] for stage in self._stages})
+        self.activity = dict(zip(lanes, activity.begin_step(len(lanes)), strict=True))
+        self._turns: dict[int, Turns[_Task]] = {}
+        self._first, self._last = min(self._stages), max(self._stages)
+        # where gradients come from the loss, or from another process
+        self._tops = [k for k in sorted(self._stages, reverse=True) if k + 1 not in self._stages]
         self._under_way = 0  # trips in their forwards
         self._most_under_way = trips_at_once(step)
         self._delayed: _Task | None = None  # a trip, because so many are under way
@@ -275,15 +282,14 @@ class _StepRun:
         if not self._is_alone:
             self._kinds = kinds_of_backwards(schedule)
             self._context = copy_context()
-            if serial or step.furthest_ahead:
+            if len(lanes) > 1 and (serial or step.furthest_ahead):
                 order = schedule.furthest_ahead if step.furthest_ahead else schedule.in_one_order
-                one: Turns[_Task] = Turns([action for _, action in order])
-                self._turns = [one] * len(schedule.lanes)
+                self._turns = dict.fromkeys(lanes, Turns([action for _, action in order]))
             else:
-                self._turns = [Turns(lane) for lane in schedule.lanes]
-            turns = self._turns[self._lane_of[0]]
-            for action in schedule.lanes[self._lane_of[0]]:
-                if action.kind == "F" and not action.stage:
+                self._turns = {lane: Turns(schedule.lanes[lane]) for lane in lanes}
+            turns = self._turns[self._lane_of[self._first]]
+            for action in schedule.lanes[self._lane_of[self._first]]:
+                if action.kind == "F" and action.stage == self._first:
                     begin = self._task(self._begin_trip, action.microbatch)
                     if turns.has_come(action, begin):
                         self.first = begin
@@ -294,10 +300,10 @@ class _StepRun:
         self._learns = (schedule.trains or self._model.moves) and engine._is_observed(step)
         self._take = step.source
         self._run_ahead: RunAhead | None = None
-        accelerator = self._stages[0].accelerator
+        accelerator = self._stages[self._first].accelerator
         if accelerator is not None:
             self._take = Inputs(step.source, schedule.chunks, self._model.devices[0]).take
-            self._run_ahead = RunAhead(schedule, dict(enumerate(self._stages)), accelerator)
+            self._run_ahead = RunAhead(schedule, self._stages, accelerator)
 
     # --- tasks
 
@@ -316,8 +322,14 @@ class _StepRun:
             self._hand_out(delayed)
         if not self.step.schedule.trains:
             return following
-        gradients = self._stages[-1].gradients_of_loss(microbatch)
-        return self._go_back(self._last, microbatch, gradients, following)
+        for top in self._tops:
+            gradients = self.gradients_from_after(top, microbatch)
+            following = self._go_back(top, microbatch, gradients, following)
+        return following
+
+    def gradients_from_after(self, stage: int, microbatch: int) -> Any:
+        """Returns the gradients with which the backwards of a micro-batch begin, in a stage."""
+        return self._stages[stage].gradients_of_loss(microbatch)
 
     def _go_back(
         self, stage: int, microbatch: int, gradients: Any, following: _Task | None = None
@@ -334,6 +346,8 @@ class _StepRun:
             what runs next on the last device that it has left.
         """
         for index in range(stage, -1, -1):
+            if index not in self._stages:
+                break
             action = Action(self._kinds[index, microbatch], index, microbatch)
             turns = self._turns[self._lane_of[index]]
             if not turns.has_come(action, self._task(self._go_back, *action[1:], gradients)):
@@ -392,16 +406,7 @@ class _StepRun:
             what runs next on the device of the last stage.
         """
         step, trains = self.step, self.step.schedule.trains
-        trip = Trip(
-            self._model,
-            microbatch,
-            self._engine._rng.drawing_in(microbatch),
-            self._enter,
-            self._leave,
-            trains,
-            self._engine._hold_roots,
-            self._learns,
-        )
+        trip = self._new_trip(microbatch)
         per_stage: list[Any] = []
 
         def head(output: Any) -> HeadOutput:
@@ -413,9 +418,9 @@ class _StepRun:
             return result
 
         def hold() -> None:
-            whole = [stage.runs.recomputes(microbatch) for stage in self._stages]
+            whole = [stage.runs.recomputes(microbatch) for stage in self._stages.values()]
             per_stage.extend(trip.in_flight(whole))
-            for stage, in_flight in zip(self._stages, per_stage, strict=True):
+            for stage, in_flight in zip(self._stages.values(), per_stage, strict=True):
                 stage.hold(microbatch, in_flight)
 
         try:
@@ -427,14 +432,25 @@ class _StepRun:
                     hold if trains else None,
                 )
         except Exception as error:
-            error.add_note(
-                f"in the forward of micro-batch {microbatch} on {self._stages[trip.stage]!r}"
-            )
+            stage = self._stages.get(trip.stage, f"stage {trip.stage}")
+            error.add_note(f"in the forward of micro-batch {microbatch} on {stage!r}")
             raise
         finally:
             if span := self._spans.pop(microbatch, None):  # of a failed forward
                 span.__exit__(None, None, None)
         return self._following.pop(microbatch, None)
+
+    def _new_trip(self, microbatch: int) -> Trip:
+        return Trip(
+            self._model,
+            microbatch,
+            self._engine._rng.drawing_in(microbatch),
+            self._enter,
+            self._leave,
+            self.step.schedule.trains,
+            self._engine._hold_roots,
+            self._learns,
+        )
 
     def _arguments(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         inputs = self._take(microbatch)
@@ -447,15 +463,16 @@ class _StepRun:
         lane = self._lane_of[stage]
         if not self._is_alone:
             self._turns[lane].wait(action)
-            self._activity[lane].begin(action)
+            self.activity[lane].begin(action)
             if self._run_ahead is not None:
                 self._run_ahead.before_forward(stage)
-            self._activity[lane].wait(False)
+            self.activity[lane].wait(False)
         elif self._run_ahead is not None:
             self._run_ahead.before_forward(stage)
         part = self._stages[stage]
         if part.accelerator is not None:
             part.accelerator.set_device(part.device)
+        self._take_message(action)
         part.enter(microbatch)
         if is_profiled():
             self._spans[microbatch] = span = profiled(action)
@@ -472,8 +489,9 @@ class _StepRun:
             self.step.timeline.record(lane, Action("F", stage, microbatch), start, mark(device))
         if self._run_ahead is not None:
             self._run_ahead.after(Action("F", stage, microbatch))
+        self._send_message(stage, microbatch)
         if not self._is_alone:
-            self._activity[lane].wait(True)  # until the next action of the lane begins
+            self.activity[lane].wait(True)  # until the next action of the lane begins
             following = self._turns[lane].leave()
             if following is None:
                 return
@@ -481,6 +499,12 @@ class _StepRun:
                 self._following[microbatch] = following
             else:  # this thread goes on to the next stage
                 self._hand_out(following)
+
+    def _take_message(self, action: Action) -> None:
+        """Takes what other processes send to a forward."""
+
+    def _send_message(self, stage: int, microbatch: int) -> None:
+        """Sends what other processes get from a forward."""
 
     # --- backwards
 
@@ -497,8 +521,8 @@ class _StepRun:
         step, (kind, index, microbatch) = self.step, action
         stage, lane = self._stages[index], self._lane_of[index]
         if not self._is_alone:
-            self._activity[lane].begin(action)
-            self._activity[lane].wait(False)
+            self.activity[lane].begin(action)
+            self.activity[lane].wait(False)
         if stage.accelerator is not None:
             stage.accelerator.set_device(stage.device)
         if isinstance(gradients, transfer.Transfer):
@@ -524,14 +548,22 @@ class _StepRun:
             step.timeline.record(lane, action, start, end, computed[-1] if computed else None)
         if self._run_ahead is not None:
             self._run_ahead.after(action)
-        if kind != "W" and index and self._stages[index - 1].device != stage.device:
-            sent = transfer.send(sent, stage.device, self._stages[index - 1].device, "B")
+        if kind != "W" and index:
+            sent = self._sent_back(sent, index, microbatch)
         if not self._is_alone:
-            self._activity[lane].wait(True)  # until the next action of the lane begins
+            self.activity[lane].wait(True)  # until the next action of the lane begins
             return sent, self._turns[lane].leave()
         return sent, None
 
+    def _sent_back(self, gradients: Any, stage: int, microbatch: int) -> Any:
+        """Returns what the stage before gets of a backward."""
+        here, there = self._stages[stage].device, self._stages[stage - 1].device
+        return gradients if here == there else transfer.send(gradients, here, there, "B")
+
     # --- the end
+
+    def finish(self) -> None:
+        """Ends a step in which nothing has failed."""
 
     def join(self) -> None:
         """Waits until every task has ended; after a second signal it does not wait."""
@@ -546,7 +578,7 @@ class _StepRun:
                 self.abort(interrupt)
                 if ends_at_once():
                     raise
-        for doing in self._activity:
+        for doing in self.activity.values():
             doing.end()
 
     def abort(self, error: BaseException) -> None:
@@ -555,8 +587,11 @@ class _StepRun:
             if not self.stopped:
                 self.failure = error
             self.stopped = True
-        for turns in self._turns:
+        for turns in self._turns.values():
             turns.stop()
+
+
+ForwardEngine.run_type = StepRun
 
 
 class _Task:
@@ -568,7 +603,7 @@ class _Task:
     __slots__ = ("_arguments", "_function", "_once", "_run")
 
     def __init__(
-        self, run: _StepRun, function: Callable[..., _Task | None], arguments: tuple[Any, ...]
+        self, run: StepRun, function: Callable[..., _Task | None], arguments: tuple[Any, ...]
     ) -> None:
         self._run, self._function, self._arguments = run, function, arguments
         self._once = threading.Lock()

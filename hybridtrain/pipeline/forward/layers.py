@@ -30,11 +30,11 @@ from hybridtrain._base.torch_private import (
 )
 from hybridtrain._base.values import structure_copy
 from hybridtrain.graph import Layer, works_in_place
-from hybridtrain.pipeline.boundary import refuse_overlaps
+from hybridtrain.pipeline.autograd_graph import refuse_overlaps
 from hybridtrain.pipeline.forward.glue import here
 from hybridtrain.pipeline.forward.places import LayerPlace
+from hybridtrain.pipeline.layer_errors import describe, error_hints, guarding_saved
 from hybridtrain.pipeline.layer_rng import LayerRNG
-from hybridtrain.pipeline.layer_runner import describe, error_hints, guarding_saved
 from hybridtrain.pipeline.layer_state import StageState
 from hybridtrain.pipeline.recomputation_proof import Record, check_records, is_compared
 from hybridtrain.pipeline.recompute import (

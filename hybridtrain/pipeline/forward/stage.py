@@ -18,11 +18,11 @@ from hybridtrain._base.tensors import storages
 from hybridtrain._base.torch_private import tensors_saved_by
 from hybridtrain.errors import argument
 from hybridtrain.graph import Layer
+from hybridtrain.pipeline.autograd_graph import Root, nodes_from, parameters_of
 from hybridtrain.pipeline.batch_norm import BatchNormCollector
-from hybridtrain.pipeline.boundary import Root, nodes_from, parameters_of
 from hybridtrain.pipeline.forward.layers import LayersOfStage
 from hybridtrain.pipeline.forward.trip import StageInFlight
-from hybridtrain.pipeline.layer_runner import changed_before_backward
+from hybridtrain.pipeline.layer_errors import changed_before_backward
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.replicas import ReplicaStates
 from hybridtrain.pipeline.stage_backward import StageBackward, Start
@@ -63,7 +63,7 @@ class ForwardStage:
         owner_of: the stage that owns each parameter of the model, by the parameter's `id`.
     """
 
-    aliases: Sequence[Alias] = ()  # a shared parameter has no stand-in; see `glue`
+    aliases: Sequence[Alias] = ()  # with all stages in one process, there are none; see `glue`
 
     def __init__(
         self,
@@ -115,6 +115,15 @@ class ForwardStage:
 
     def expect_new_loss(self) -> None:
         """Does nothing: what a loss reads from other stages is cut as in any code."""
+
+    continues_draws = False  # a rehearsal tells the places of draws to other processes
+
+    def draws_before_next(self, microbatch: int) -> tuple[int, ...]:
+        """Returns nothing; see `continues_draws`."""
+        return ()
+
+    def continue_draws(self, microbatch: int, draws: Sequence[int]) -> None:
+        """Does nothing; see `continues_draws`."""
 
     def enter(self, microbatch: int) -> None:
         """Prepares the forward of a micro-batch, at its turn."""

@@ -31,7 +31,7 @@ from hybridtrain._base.torch_private import (
     push_function_mode,
 )
 from hybridtrain.errors import SplitError
-from hybridtrain.pipeline.boundary import edge_of, nodes_from
+from hybridtrain.pipeline.autograd_graph import edge_of, nodes_from
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import (
     GRADIENT_OVER_CUT,
@@ -45,7 +45,7 @@ from hybridtrain.pipeline.forward.glue import (
 )
 
 if TYPE_CHECKING:
-    from hybridtrain.pipeline.boundary import Root
+    from hybridtrain.pipeline.autograd_graph import Root
     from hybridtrain.pipeline.forward.places import LayerPlace, Place
 
 
@@ -239,20 +239,8 @@ class Trip:
                     # mode that the code enters before a cut and leaves after it must stay on top.
                     push_function_mode(self.glue)
                 try:
-                    with self.draws:
-                        self.draws.enter_stage()
-                        self.draws.at(0)
-                        output = self._model.net(*args, **kwargs)
-                        del args, kwargs
-                        self.enter(self._last)
-                        self.draws.leave_stage()
-                    # outside of the model's draws: a loss may draw in threads that it starts
-                    self._is_in_head = True
-                    self._head = head(output)
-                    del output
-                    value, root = self._head.value, self._head.root
-                    if self._cuts and root is not None:
-                        self._head = self._head._replace(root=self.cut(root))
+                    value = self._through_stages(args, kwargs, head)
+                    del args, kwargs
                 finally:
                     pop_function_mode(self.glue)
             self.is_in_forward = False
@@ -266,6 +254,24 @@ class Trip:
             self.is_in_forward = False
             here.trip = outer
             self._end()
+
+    def _through_stages(self, args: Any, kwargs: Any, head: Callable[[Any], HeadOutput]) -> Any:
+        """Runs the forward and the head, from stage to stage; returns the value of the head."""
+        with self.draws:
+            self.draws.enter_stage()
+            self.draws.at(0)
+            output = self._model.net(*args, **kwargs)
+            del args, kwargs
+            self.enter(self._last)
+            self.draws.leave_stage()
+        # outside of the model's draws: a loss may draw in threads that it starts
+        self._is_in_head = True
+        self._head = head(output)
+        del output
+        value, root = self._head.value, self._head.root
+        if self._cuts and root is not None:
+            self._head = self._head._replace(root=self.cut(root))
+        return value
 
     def _end(self) -> None:
         """Drops what would be a circle of references: the graph's cuts hold this trip."""
@@ -297,6 +303,17 @@ class Trip:
         Raises:
             SplitError: the forward goes back to an earlier stage.
         """
+        self._check_order(stage)
+        while self.stage < stage:
+            self._check_changes()
+            self.draws.leave_stage()
+            self._leave_stage(self.stage, self.microbatch)
+            self.stage += 1
+            self._enter_stage(self.stage, self.microbatch)
+            self.draws.enter_stage()
+            self._starts.append(next_node_number())
+
+    def _check_order(self, stage: int) -> None:
         if stage < self.stage:
             raise SplitError(
                 f"the forward goes back from stage {self.stage} to stage {stage}: cut elsewhere, "
@@ -307,14 +324,6 @@ class Trip:
                 "a stage ends inside a transform of torch.func, such as vmap or grad: cut "
                 "elsewhere, so that the layers inside it are in one stage"
             )
-        while self.stage < stage:
-            self._check_changes()
-            self.draws.leave_stage()
-            self._leave_stage(self.stage, self.microbatch)
-            self.stage += 1
-            self._enter_stage(self.stage, self.microbatch)
-            self.draws.enter_stage()
-            self._starts.append(next_node_number())
 
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer in its stage, on its own names of the values that it gets."""

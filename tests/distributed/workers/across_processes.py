@@ -283,6 +283,7 @@ add_equal(
     classification,
     F.cross_entropy,
     split=["0.second"],
+    example_inputs=classification(5, 0)[0],
 )
 
 

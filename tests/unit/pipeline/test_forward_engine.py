@@ -295,6 +295,28 @@ class CollectsInAList(Net):
         return self.d(self.c(x).tanh()) + sum(feature.mean() for feature in self.features)
 
 
+class LeavesAnAttributeLater(Net):
+    """As `AttributeAcrossStages`, but only once a training has set `uses_aux`."""
+
+    uses_aux = False
+
+    def middle(self, x: Tensor) -> Tensor:
+        if not self.uses_aux:
+            return super().middle(x)
+        self.aux = x.mean()
+        return super().middle(x) * (1 + self.aux)
+
+
+def test_state_that_becomes_another_micro_batchs_in_a_later_step_is_refused() -> None:
+    net = LeavesAnAttributeLater()
+    model = pipeline(net)
+    for _ in range(3):
+        model.train_step(*batch(), F.mse_loss)
+    net.uses_aux = True
+    with pytest.raises(NotExactError, match=r"its forward changes aux\b"):
+        model.train_step(*batch(), F.mse_loss)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
 @pytest.mark.parametrize(
     ("kind", "state"),

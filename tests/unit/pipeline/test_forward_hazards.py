@@ -1,4 +1,4 @@
-"""`engine="local"`: random small models are exact, or refused by a named error, never wrong.
+"""Random small models are exact, or refused by a named error, never wrong.
 
 A model is a list of layers with statements between them and in them. The statements write, read and
 collect values in attributes, lists and dicts, count, seed, draw, set hooks, alias and change in
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +23,11 @@ from torch import Tensor, nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError, NotExactError, SplitError, UserError
+from hybridtrain.options import PipelineOptions
+from hybridtrain.partitioning import Planner
+from hybridtrain.pipeline import HeadOutput, PartsHere
+from hybridtrain.schedule import make_schedule
+from hybridtrain.verification import CutModel, ForwardCheck
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -278,6 +284,40 @@ def trained(net: Net, stages: int, batch: tuple[Tensor, Tensor], **options: Any)
     return losses, gradients_of(net), dict(net.named_buffers())
 
 
+def trained_in_parts(net: Net, stages: int, batch: tuple[Tensor, Tensor], **settings: Any) -> Any:
+    """Trains as several processes do, each with one stage and a copy of the model."""
+    options = PipelineOptions(chunks=CHUNKS, **settings)
+    world = World(
+        size=stages,
+        devices=(torch.device("cpu"),),
+        engine="distributed",
+        processes_per_replica=stages,
+    )
+    planner = Planner(net, options, batch[0], world.stage_owners, runs_forward=True)
+    plan = planner.plan()
+    planned = planner.layers_of(plan)
+    ForwardCheck(CutModel(net, plan, planned, options, world)).check_at_construction(batch[0])
+    copies = [copy.deepcopy((net, planned.stages)) for _ in range(stages)]
+    parts = PartsHere(
+        [(own, replace(planned, stages=layers, net=own)) for own, layers in copies],
+        torch.device("cpu"),
+        options,
+    )
+    inputs, targets = ([v.clone() for v in value.tensor_split(CHUNKS)] for value in batch)
+
+    def head(microbatch: int, output: Tensor) -> HeadOutput:
+        loss = loss_of(output, targets[microbatch])
+        share = len(inputs[microbatch]) / ROWS
+        return HeadOutput(loss.detach() * share, loss, torch.full_like(loss, share))
+
+    schedule = make_schedule(options.schedule, stages, CHUNKS, 1)
+    for _ in range(STEPS):
+        parts.run(schedule, inputs.__getitem__, head, training=True)
+        for rng in parts.rngs:
+            rng.end_step()
+    return None, parts.gradients(), parts.buffers()
+
+
 def trained_plainly(net: Net, batch: tuple[Tensor, Tensor]) -> Any:
     losses = []
     for _ in range(STEPS):
@@ -290,7 +330,9 @@ def trained_plainly(net: Net, batch: tuple[Tensor, Tensor]) -> Any:
     return losses, gradients_of(net), dict(net.named_buffers())
 
 
-def check(parts: Sequence[Part], stages: int, options: dict[str, Any]) -> str:
+def check(
+    parts: Sequence[Part], stages: int, options: dict[str, Any], train: Callable[..., Any] = trained
+) -> str:
     """Returns how the model trains: `exact`, or the name of the error that refuses it."""
     torch.manual_seed(0)
     net = Net(parts)
@@ -305,7 +347,7 @@ def check(parts: Sequence[Part], stages: int, options: dict[str, Any]) -> str:
     except Exception:  # it is no model that trains
         reject()
     try:
-        found = trained(net, stages, batch, **options)
+        found = train(net, stages, batch, **options)
     except NAMED as error:
         note(f"{type(error).__name__}: {error}")
         return type(error).__name__
@@ -333,6 +375,32 @@ def test_random_models_are_exact_or_refused_by_name(
     parts: list[Part], stages: int, options: dict[str, Any]
 ) -> None:
     check(parts, stages, options)
+
+
+OF_PARTS = st.sampled_from(
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "zb-h1"},
+        {"schedule": "1f1b", "recompute": "always"},
+    ]
+)
+
+
+@settings(max_examples=15)
+@given(parts=parts, stages=st.sampled_from([2, 3]), options=OF_PARTS)
+def test_random_models_over_processes_are_exact_or_refused_by_name(
+    parts: list[Part], stages: int, options: dict[str, Any]
+) -> None:
+    check(parts, stages, options, trained_in_parts)
+
+
+@pytest.mark.thorough
+@settings(max_examples=2000)
+@given(parts=parts, stages=st.sampled_from([2, 3]), options=OF_PARTS)
+def test_many_random_models_over_processes_are_exact_or_refused_by_name(
+    parts: list[Part], stages: int, options: dict[str, Any]
+) -> None:
+    check(parts, stages, options, trained_in_parts)
 
 
 @pytest.mark.thorough

@@ -1,8 +1,6 @@
-"""The engine for a pipeline over several processes with one device each, and its transport.
+"""Messages between the processes of a pipeline, which have one device each.
 
-Only `engine="distributed"` needs this file.
-
-Each process runs its own lane of the schedule in the caller's thread. Two processes must issue
+Each process runs its own lane of the schedule (`forward/part_engine`). Two processes must issue
 their messages to each other in the same order, because they share one queue per direction, or with
 NCCL one queue for both. They use the global order that shows that the schedule cannot deadlock
 (`Schedule.in_one_order`). Each process walks through the whole order:
@@ -47,23 +45,20 @@ The first step of a kind also sends the formats of its messages (`messages`); la
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.text_table import counted
-from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ScheduleError, SplitError, argument, setting
-from hybridtrain.launch import LaneActivity, activity
+from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.engine import Step
-from hybridtrain.pipeline.engines.actions import ActionRunner
-from hybridtrain.pipeline.links import Link, routes
 from hybridtrain.pipeline.messages import (
     MessageFormat,
     dense,
@@ -76,10 +71,12 @@ from hybridtrain.pipeline.messages import (
     wire_device,
 )
 from hybridtrain.pipeline.point_to_point import Pending, begin_receive, begin_send, wait
-from hybridtrain.pipeline.stage import Stage
 from hybridtrain.pipeline.transfer import keep_until, side_stream
 from hybridtrain.schedule import Action, Schedule, receiver_of
 from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.pipeline.forward.stage import ForwardStage
 
 RECEIVES_AHEAD = 4
 """The number of pending messages up to which a process starts further receives early.
@@ -151,7 +148,7 @@ class MessageWire:
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, ForwardStage],
         lane: Lane,
         world: World,
         formats: Formats,
@@ -192,10 +189,7 @@ class MessageWire:
         if expected is None:
             # ahead of the numbers, in the same queue: the receiver takes it in the same place
             self._formats[to] = form
-            data = to_bytes(form)
-            held += [torch.tensor([data.numel()]), data]
-            for part in held:  # received one by one
-                works += begin_send([part], self._world, self._peers[to.stage])
+            works, held = begin_send_format(form, self._world, self._peers[to.stage])
         elif expected is not form:
             raise SplitError(
                 f"{stage} sends values of different shapes or types than before, or different "
@@ -290,13 +284,9 @@ class MessageWire:
 
     def _receive_format(self, sender: int) -> MessageFormat:
         self._doing.wait(True)
-        peer = self._peers[sender]
-        size = torch.zeros(1, dtype=torch.int64)
-        wait(begin_receive([size], self._world, peer))
-        data = format_buffer(int(size))
-        wait(begin_receive([data], self._world, peer))
+        form = receive_format(self._world, self._peers[sender])
         self._doing.wait(False)
-        return from_bytes(data)
+        return form
 
     def _beside_compute(self) -> AbstractContextManager[object]:
         """Returns the side stream of GPUs as a context; see the module."""
@@ -306,79 +296,69 @@ class MessageWire:
 
 
 _NOTHING = nullcontext()
-_PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
 
 # Kinds of steps with stored formats, such as a full batch and the last batch of an epoch.
 _KINDS = 64
 
 
-class ProcessEngine:
-    """Executes steps on the `stages` of this process; other processes run their own part.
+def begin_send_format(
+    form: MessageFormat, world: World, peer: int
+) -> tuple[list[Pending], list[Tensor]]:
+    """Starts sending a format; returns the sends, and tensors that must live until they end."""
+    data = to_bytes(form)
+    held = [torch.tensor([data.numel()]), data]
+    return [work for part in held for work in begin_send([part], world, peer)], held
 
-    If a step fails in one process, the others wait for it forever: all must exit then.
+
+def receive_format(world: World, peer: int) -> MessageFormat:
+    """Returns the format that another process sends by `begin_send_format`."""
+    size = torch.zeros(1, dtype=torch.int64)
+    wait(begin_receive([size], world, peer))
+    data = format_buffer(int(size))
+    wait(begin_receive([data], world, peer))
+    return from_bytes(data)
+
+
+class FirstMessage:
+    """The message with which a step begins: from each process of a pipeline to the next.
+
+    It has the number of the step's kind, the number of micro-batches, and what `BatchCheck.merge`
+    compares. A send costs the first process less time than a broadcast, and later stages need the
+    number later.
 
     Args:
-        stages: the stages of this process.
-        links: the links of the whole pipeline.
         world: the processes of the pipeline.
     """
 
-    def __init__(self, stages: Sequence[Stage], links: Sequence[Link], world: World) -> None:
-        self._stages = {stage.index: stage for stage in stages}
-        self._routes = routes(links)
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._lanes: dict[Schedule, Lane] = {}
-        self._formats: dict[int, Formats] = {}  # by the number of the kind
-        # see `_pass_first_message`; it is sent until `run` has waited for it
-        self._first_message = torch.zeros(2 + len(BatchCheck.NO_BATCH), dtype=torch.int64)
+        # sent until the step has waited for it
+        self._message = torch.zeros(2 + len(BatchCheck.NO_BATCH), dtype=torch.int64)
         self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
         self._kinds = 0  # how many it has numbered
 
-    def run(self, step: Step) -> list[Any]:
-        """Executes this process's part of `step`; see `Engine.run`."""
-        schedule, (kind, sending) = step.schedule, self._pass_first_message(step)
-        if kind not in self._formats:
-            if len(self._formats) == _KINDS:  # in all processes, which get the same numbers
-                del self._formats[next(iter(self._formats))]
-            self._formats[kind] = {}
-        lane = self._lanes.get(schedule)
-        if lane is None:
-            lane = self._lanes[schedule] = Lane.of(schedule, self._world.pipeline_rank)
-        (doing,) = activity.begin_step(1)
-        formats = self._formats[kind]
-        wire = MessageWire(self._stages, lane, self._world, formats, doing, step.batch_check)
-        runner = ActionRunner(step, self._stages, self._routes, wire)
-        try:
-            runner.run_actions(_actions(lane, wire), doing)
-        except BaseException:  # the others wait for this process; its failure ends them
-            for stage in self._stages.values():
-                stage.clear()
-            raise
-        wait(sending)
-        return runner.values if schedule.stages - 1 in self._stages else []
+    def pass_on(self, step: Step, kind_of: Callable[[Step], Hashable]) -> tuple[int, list[Pending]]:
+        """Returns the number of the step's kind, and the send of the message, if any.
 
-    def _pass_first_message(self, step: Step) -> tuple[int, list[Pending]]:
-        """Returns the number of the step's kind, and the send of the first message, if any.
-
-        This message goes from each process to the next: the number of the kind, the number of
-        micro-batches, and what `BatchCheck.merge` compares. A send costs the first process less
-        time than a broadcast, and later stages need the number later.
+        Args:
+            step: the step.
+            kind_of: returns the kind of a step; called in the first process.
 
         Raises:
             BatchError: the first process has another number of micro-batches, so this one would
                 wait for messages that nobody sends.
         """
         world, rank, chunks = self._world, self._world.pipeline_rank, step.schedule.chunks
-        numbers = self._first_message.numpy()  # tensor operations take longer, between two steps
+        numbers = self._message.numpy()  # tensor operations take longer, between two steps
         if rank:
-            wait(begin_receive([self._first_message], world, rank - 1))
+            wait(begin_receive([self._message], world, rank - 1))
         else:
-            numbers[:2] = self._number_of(_kind(step)), chunks
+            numbers[:2] = self._number_of(kind_of(step)), chunks
             numbers[2:] = BatchCheck.NO_BATCH
         if step.batch_check is not None:
             numbers[2:] = step.batch_check.merge(numbers[2:].tolist())
         is_last = rank + 1 == world.processes_per_replica
-        sending = [] if is_last else begin_send([self._first_message], world, rank + 1)
+        sending = [] if is_last else begin_send([self._message], world, rank + 1)
         kind, chunks_of_first = numbers[:2].tolist()
         if chunks_of_first != chunks:
             raise BatchError(
@@ -401,15 +381,13 @@ class ProcessEngine:
         return self._numbers[kind]
 
 
-def _actions(lane: Lane, wire: MessageWire) -> Iterator[tuple[int, Action]]:
-    """Yields this process's actions; starts the receives between them, and waits for all sends.
-
-    The wait is at the end.
-    """
-    for due, action in lane.actions:
-        wire.begin_receives(due)
-        yield lane.number, action
-    wire.finish()
+def formats_of(known: dict[int, Formats], kind: int) -> Formats:
+    """Returns the formats of the messages of a kind; forgets those of the oldest of many."""
+    if kind not in known:
+        if len(known) == _KINDS:  # in all processes, which get the same numbers
+            del known[next(iter(known))]
+        known[kind] = {}
+    return known[kind]
 
 
 def order_of(schedule: Schedule, lane: int) -> list[tuple[bool, Action]]:
@@ -450,15 +428,3 @@ def messages_of(schedule: Schedule) -> int:
                     f"device {pair[1]} receives the one for {ends[1]}"
                 )
     return sum(map(len, sent.values()))
-
-
-def _kind(step: Step) -> Hashable:
-    """Returns the properties of a step that the formats of its messages depend on."""
-    inputs = tuple(
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else (type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else "")
-        for microbatch in range(step.schedule.chunks)
-        for leaf in leaves_of(step.source(microbatch))
-    )
-    return step.schedule.chunks, inputs, step.thread_state, step.training

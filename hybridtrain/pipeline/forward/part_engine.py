@@ -1,0 +1,293 @@
+"""The engine of a process that has some of the stages, and runs the model's own forward.
+
+    process 0      [1] [2] F0@0 F0@1 ...          B0@0
+    process 1      [1] [2]      F1@0 B1@0 ...
+
+[1] The first message of a step tells its kind. For a new kind of micro-batch, each process alone
+rehearses the forward (`rehearsal`), so that all know what crosses the borders. [2] Each process
+runs its own lane of the schedule. Its forwards are `PartTrip`s; `MessageWire` carries the values.
+
+A process with one stage runs all actions in the caller's thread. One with several has threads, as
+with all stages in one process: a forward waits between the stages of its process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hybridtrain._base.skip import skip_scope
+from hybridtrain._base.torch_private import (
+    FakeTensorMode,
+)
+from hybridtrain.graph import Layer, arguments_of
+from hybridtrain.partitioning import PlannedLayers, copy_of, fake_like
+from hybridtrain.pipeline.engine import Step
+from hybridtrain.pipeline.forward.engine import ForwardEngine, StepRun
+from hybridtrain.pipeline.forward.layers import install
+from hybridtrain.pipeline.forward.part_transport import MessageTransport, Transport, without_values
+from hybridtrain.pipeline.forward.part_trip import (
+    PartTrip,
+    RehearsalTrip,
+    RehearsedLayers,
+    is_elsewhere,
+)
+from hybridtrain.pipeline.forward.places import places_of
+from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal
+from hybridtrain.pipeline.forward.stage import ForwardStage
+from hybridtrain.pipeline.forward.trip import Model, Trip
+from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.message_wire import (
+    Lane,
+)
+from hybridtrain.schedule import Action, Schedule
+from hybridtrain.world import World
+
+log = logging.getLogger("hybridtrain")
+
+# Kinds of micro-batches whose rehearsals are kept.
+_KINDS = 256
+
+_PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
+
+
+class PartEngine(ForwardEngine):
+    """Executes steps on the stages of this process; other processes run their own part.
+
+    If a step fails in one process, the others wait for it forever: all must exit then.
+
+    Args:
+        model: what trips know of the model.
+        stages: the stages of this process.
+        rng: seeds random operations.
+        planned: the layers of all stages.
+        world: the processes of the pipeline.
+        hold_roots, compiles: as for a `ForwardEngine`.
+
+    Attributes:
+        known: the rehearsals so far, by the kind of micro-batch.
+        rehearsals: those of the micro-batches of the step.
+        transport: connects this process to the others.
+        world: the processes of the pipeline.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        stages: Sequence[ForwardStage],
+        rng: LayerRNG,
+        planned: PlannedLayers,
+        world: World,
+        hold_roots: bool,
+        compiles: bool,
+    ) -> None:
+        super().__init__(model, stages, rng, world.devices, hold_roots, compiles)
+        self._planned = planned
+        self.world = world
+        self._lanes: dict[Schedule, Lane] = {}
+        self.transport: Transport = MessageTransport(world)
+        self.known: dict[Hashable, Rehearsal] = {}
+        self._here = threading.local()
+        self.rehearsals: list[Rehearsal] = []  # of the micro-batches of the step
+
+    def run(self, step: Step) -> list[Any]:
+        """Executes this process's part of `step`; see `Engine.run`."""
+        schedule = step.schedule
+        inputs = self.transport.begin_step(step, self._kind_of_step)
+        step = step._replace(source=inputs.__getitem__)
+        self.rehearsals = self.rehearse(step)
+        values = super().run(step)
+        self.transport.end_step()
+        return values if self._stages[-1].index + 1 == schedule.stages else []
+
+    @property
+    def stand_ins(self) -> FakeTensorMode:
+        """The mode of the fake tensors of this thread; two threads cannot be in one mode."""
+        mode: FakeTensorMode | None = getattr(self._here, "mode", None)
+        if mode is None:
+            mode = self._here.mode = FakeTensorMode()
+        return mode
+
+    def lane_of(self, schedule: Schedule) -> Lane:
+        """Returns the lane of this process."""
+        if schedule not in self._lanes:
+            self._lanes[schedule] = Lane.of(schedule, self.world.pipeline_rank)
+        return self._lanes[schedule]
+
+    # --- rehearsals
+
+    def rehearse(self, step: Step) -> list[Rehearsal]:
+        """Returns the rehearsal of each micro-batch; runs those of new kinds."""
+        return [self._rehearsal(step, microbatch) for microbatch in range(step.schedule.chunks)]
+
+    def _kind_of_step(self, step: Step) -> Hashable:
+        return tuple(self._kind_of(step, number) for number in range(step.schedule.chunks))
+
+    def _kind_of(self, step: Step, microbatch: int) -> Hashable:
+        """Returns what the code of a micro-batch's forward depends on."""
+        inputs = tree_map(without_values, step.source(microbatch), is_leaf=is_elsewhere)
+        leaves, spec = tree_flatten(inputs, is_leaf=is_elsewhere)
+        state = step.thread_state, step.schedule.trains, self._modes_of_modules
+        return spec, state, tuple(map(_fact, leaves))
+
+    @property
+    def _modes_of_modules(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._model.net.modules())
+
+    def _rehearsal(self, step: Step, microbatch: int) -> Rehearsal:
+        kind = self._kind_of(step, microbatch)
+        rehearsal = self.known.get(kind)
+        if rehearsal is None:
+            rehearsal = self._rehearse(step, step.source(microbatch))
+            if len(self.known) == _KINDS:
+                del self.known[next(iter(self.known))]
+            self.known[kind] = rehearsal
+        return rehearsal
+
+    def _rehearse(self, step: Step, inputs: Any) -> Rehearsal:
+        """Runs the forward of a copy of the model on fake tensors."""
+        net, planned = self._model.net, self._planned
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        layers = [layer for stage in planned.stages for layer in stage]
+        inside = {id(t) for layer in layers for t in layer.module.buffers()}
+        outside = {id(t) for t in net.buffers()} - inside  # equal in all processes
+
+        def replacement(tensor: Tensor) -> Tensor:
+            if id(tensor) in outside:
+                return tensor.detach().clone()
+            with mode:
+                return fake_like(tensor)
+
+        copy = copy_of(Layer("", net), replacement)
+        for part, copied in zip(net.modules(), copy.modules(), strict=True):
+            copied.training = part.training
+        model = self._model_of_copy(copy)
+        rng = self._rng.rehearsing()
+        draws = rng.drawing_in_part(0)
+        trains = step.schedule.trains
+        trip = RehearsalTrip(mode, model, draws, trains)
+        with (
+            torch.random.fork_rng([]),
+            torch.set_grad_enabled(trains),
+            skip_scope({}),
+        ):
+            return trip.go(arguments_of(copy, inputs), step.thread_state.autocast())
+
+    def _model_of_copy(self, copy: nn.Module) -> Model:
+        model, planned = self._model, self._planned
+        names = {id(module): name for name, module in model.net.named_modules()}
+        modules = [
+            [copy.get_submodule(names[id(layer.module)]) for layer in layers]
+            for layers in planned.stages
+        ]
+        install([module for of_stage in modules for module in of_stage])
+        install([copy.get_submodule(name) for name in planned.opened.values()])
+        runs = {stage: RehearsedLayers(of_stage) for stage, of_stage in enumerate(modules)}
+        parameters = dict(copy.named_parameters())
+        owners = {
+            id(parameters[name]): model.owners[id(parameter)]
+            for name, parameter in model.net.named_parameters()
+        }
+        return model._replace(
+            net=copy,
+            places=places_of(copy, planned, runs),
+            owners=owners,
+            names={id(t): name for name, t in (*copy.named_parameters(), *copy.named_buffers())},
+        )
+
+
+def _fact(leaf: Any) -> Hashable:
+    """Returns what code between layers may ask about an input.
+
+    For integers and booleans also whether all or any differ from zero, because code asks whether a
+    mask masks anything.
+    """
+    if isinstance(leaf, InputElsewhere):
+        return leaf.form
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else ""
+    form = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    if leaf.device.type != "cpu":  # reading a number would wait for the device
+        return form
+    return *form, bool(leaf.all()), bool(leaf.any())
+
+
+class PartRun(StepRun):
+    """The state of this process's part of a step while it runs."""
+
+    _engine: PartEngine
+
+    def __init__(self, engine: PartEngine, step: Step, *args: Any, **kwargs: Any) -> None:
+        super().__init__(engine, step, *args, **kwargs)
+        lane = engine.lane_of(step.schedule)
+        self._after_all = step.schedule.stages
+        self._trips: dict[int, PartTrip] = {}
+        self._receives = len(lane.receives)
+        self._due = {action: due for due, action in lane.actions}  # receives that begin before
+        (self._doing,) = self.activity.values()
+        self._wire = engine.transport.wire(self._stages, lane, self._doing, step.batch_check)
+
+    def _new_trip(self, microbatch: int) -> Trip:
+        engine = self._engine
+        trip = self._trips[microbatch] = PartTrip(
+            engine.rehearsals[microbatch],
+            tuple(self._stages),
+            engine.stand_ins,
+            self._model,
+            microbatch,
+            engine._rng.drawing_in_part(microbatch),
+            self._enter,
+            self._leave,
+            self.step.schedule.trains,
+        )
+        return trip
+
+    def _enter(self, stage: int, microbatch: int) -> None:
+        if stage in self._stages:
+            super()._enter(stage, microbatch)
+
+    def _take_message(self, action: Action) -> None:
+        self._wire.begin_receives(self._due[action])
+        if action.stage:
+            (values,) = self._wire.receive(action, self._doing)
+            self._trips[action.microbatch].arrive(action.stage, values)
+
+    def _send_message(self, stage: int, microbatch: int) -> None:
+        if stage + 1 < self._after_all:
+            message = [tuple(self._trips[microbatch].outgoing(stage))]
+            self._wire.send(Action("F", stage + 1, microbatch), message)
+        if stage == self._last:
+            del self._trips[microbatch]
+
+    def gradients_from_after(self, stage: int, microbatch: int) -> Any:
+        """Returns the gradient of the loss; None where another process sends gradients."""
+        if stage + 1 == self._after_all:
+            return super().gradients_from_after(stage, microbatch)
+        return None
+
+    def backward(self, action: Action, gradients: Any) -> Any:
+        """See `StepRun`."""
+        self._wire.begin_receives(self._due[action])
+        if gradients is None:
+            (gradients,) = self._wire.receive(action, self._doing)
+        return super().backward(action, gradients)
+
+    def _sent_back(self, gradients: Any, stage: int, microbatch: int) -> Any:
+        if stage - 1 in self._stages:
+            return super()._sent_back(gradients, stage, microbatch)
+        self._wire.send(Action("B", stage - 1, microbatch), [gradients])
+        return None
+
+    def finish(self) -> None:
+        """Waits for what this process still sends and receives."""
+        self._wire.begin_receives(self._receives)
+        self._wire.finish()
+
+
+PartEngine.run_type = PartRun

@@ -1,0 +1,611 @@
+"""A trip where other processes have some of the stages.
+
+    process 0      | layer 0  | code | (left)
+    process 1      | stand-in | code | layer 1  | code | (left)
+    process 2      | stand-in | code | stand-in | code | layer 2 | loss |
+
+The forward is the user's, and runs in every process. A layer of another process is answered with
+what it has returned in the rehearsal, as fake tensors, which have a format and no values. In the
+stages of other processes, code between layers runs on fake tensors; in a stage of this one, a fake
+tensor stands for the value that has arrived under its number. What depends on integer inputs alone
+is real in all processes. After the last stage of this process, the forward is left.
+
+An operation that no mode sees, such as one in C++, raises if it gets a fake tensor: nothing is ever
+computed with values that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from hybridtrain._base.skip import pop, stash
+from hybridtrain._base.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    next_node_number,
+    pop_function_mode,
+    push_function_mode,
+)
+from hybridtrain.errors import SplitError, setting
+from hybridtrain.graph import Layer
+from hybridtrain.partitioning import copy_of
+from hybridtrain.pipeline.autograd_graph import edge_of
+from hybridtrain.pipeline.engine import HeadOutput
+from hybridtrain.pipeline.forward.glue import DESCRIBING, PLAIN, Cut, CutValue, Glue
+from hybridtrain.pipeline.forward.rehearsal import (
+    InputElsewhere,
+    LayerOutput,
+    Number,
+    Rehearsal,
+    Uses,
+    ValueFormat,
+    fake_of,
+)
+from hybridtrain.pipeline.forward.trip import Model, StageInFlight, Trip
+
+if TYPE_CHECKING:
+    from hybridtrain.pipeline.autograd_graph import Root
+    from hybridtrain.pipeline.forward.places import LayerPlace
+
+
+_NONE: AbstractContextManager[Any] = nullcontext()
+
+
+class Left(BaseException):
+    """Leaves a forward after the last stage of this process.
+
+    A BaseException, because an `except Exception` in a model's forward must not catch it.
+    """
+
+
+def is_of_first_stage(leaf: Any) -> bool:
+    """Returns whether an input of the forward is a value of the first stage: floating-point ones.
+
+    Integers and booleans, such as tokens and masks, are real in all processes, because code between
+    layers may depend on them.
+    """
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def is_elsewhere(leaf: Any) -> bool:
+    """Returns whether an input of the forward is one that only the first process has."""
+    return isinstance(leaf, InputElsewhere)
+
+
+class NumberingGlue(Glue):
+    """Gives operations between layers what the stage has of their arguments, and numbers results.
+
+    See `NumberedTrip`.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        trip = self._trip
+        if trip is None or self.is_off or func in DESCRIBING:
+            return func(*args, **kwargs or {})
+        assert isinstance(trip, NumberedTrip)
+        with self.off():
+            return trip.operation(func, args, kwargs or {})
+
+
+class NumberedTrip(Trip):
+    """A forward whose values have numbers, the same ones in all processes.
+
+    Args:
+        mode: the mode of its fake tensors.
+        model, microbatch, draws, enter_stage, leave_stage, trains: as for a `Trip`.
+
+    Attributes:
+        events: the number of events so far: calls of layers and operations between layers, if they
+            return tensors.
+    """
+
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        model: Model,
+        microbatch: int,
+        draws: Any,
+        enter_stage: Callable[[int, int], None],
+        leave_stage: Callable[[int, int], None],
+        trains: bool,
+    ) -> None:
+        super().__init__(
+            model, microbatch, draws, enter_stage, leave_stage, trains, hold=False, learns=False
+        )
+        self.glue = NumberingGlue(self)
+        self.events = 0
+        self._mode = mode
+        # by the `id` of a tensor: its number, the stage that made it, and the tensor
+        self._numbers: dict[int, tuple[Number, int, Tensor]] = {}
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # of tensors that have values
+
+    @property
+    def looks_in_functions(self) -> bool:
+        """Whether custom autograd functions, which modes do not see, are looked at."""
+        return self.is_in_forward and self.layer is None and not self.glue.is_off
+
+    def numbered_inputs(self, arguments: Any) -> Any:
+        """Returns the arguments of the forward; floating-point ones are values of the first stage.
+
+        See `is_of_first_stage`.
+        """
+        leaves, spec = tree_flatten(arguments, is_leaf=is_elsewhere)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, InputElsewhere) or is_of_first_stage(leaf):
+                leaves[place] = self._input(leaf, (0, place))
+        return tree_unflatten(leaves, spec)
+
+    def _input(self, value: Tensor | InputElsewhere, number: Number) -> Tensor:
+        """Returns what the forward gets as an input of the first stage: here, a fake tensor."""
+        form = value.form if isinstance(value, InputElsewhere) else ValueFormat.of(value)
+        fake = fake_of(form, self._mode, self._model.devices[0])
+        self._numbers[id(fake)] = number, 0, fake
+        return fake
+
+    def note(self, values: Any, replaced: dict[int, Tensor]) -> None:
+        """Numbers the results of an event.
+
+        Args:
+            values: a pytree.
+            replaced: what the event got in the place of tensors, by its `id`: a tensor that the
+                event changes and returns has a new number under its own name, too.
+        """
+        if isinstance(values, Tensor):
+            tensors = [values]
+        elif type(values) in PLAIN:
+            return
+        else:
+            tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        # A fake tensor answers questions about itself without a mode, so these are no events.
+        self.events += bool(tensors)
+        for place, tensor in enumerate(tensors):
+            number = (self.events, place)
+            self._number(tensor, number)
+            if id(tensor) in self._numbers and id(tensor) in replaced:
+                original = replaced[id(tensor)]
+                self._numbers[id(original)] = number, self.stage, original
+
+    def _number(self, tensor: Tensor, number: Number) -> None:
+        """Gives a tensor its number, if the trip will need it."""
+        raise NotImplementedError
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        """Returns what the present stage has in the place of a tensor."""
+        raise NotImplementedError
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor without values in the place of one that has values."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        pair = self._fakes.get(id(tensor))
+        if pair is None:
+            fake = fake_of(ValueFormat.of(tensor), self._mode, self._model.devices[0])
+            pair = self._fakes[id(tensor)] = tensor, fake
+            if id(tensor) in self._numbers:
+                number, home, _ = self._numbers[id(tensor)]
+                self._numbers[id(fake)] = number, home, fake
+        return pair[1]
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an operation between layers."""
+        (args, kwargs), replaced, is_fake = self._arguments_here((args, kwargs))
+        result = self.on_fakes(func, args, kwargs) if is_fake else func(*args, **kwargs)
+        self.note(result, replaced)
+        return result
+
+    def on_fakes(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Returns the result of a call on fake tensors; where it needs values, of a call on zeros.
+
+        Some kernels refuse fake tensors, and some code asks for values, as a router of experts
+        does. The formats of results hardly ever depend on the values.
+        """
+        draws = self.draws.counts
+        try:
+            with self._mode:  # what the call makes on its way is fake, too
+                return call(*args, **kwargs)
+        except Exception as error:
+            self.draws.go_on(draws)
+            try:
+                return self._on_zeros(call, args, kwargs)
+            except Exception:
+                raise error from None
+
+    def _on_zeros(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if isinstance(call, nn.Module):
+            call = copy_of(Layer("", call), _zeros)
+        real = tree_map_only(Tensor, _zeros, (args, kwargs))
+        leaves = zip(tree_leaves(real), tree_leaves((args, kwargs)), strict=True)
+        fakes: dict[int, Tensor] = {id(zeros): leaf for zeros, leaf in leaves}
+
+        def fake(tensor: Tensor) -> Tensor:
+            if id(tensor) not in fakes:
+                form = ValueFormat.of(tensor)
+                fakes[id(tensor)] = fake_of(form, self._mode, self._model.devices[0])
+            return fakes[id(tensor)]
+
+        return tree_map_only(Tensor, fake, call(*real[0], **real[1]))
+
+    def _arguments_here(self, tree: Any) -> tuple[Any, dict[int, Tensor], bool]:
+        """Returns arguments with what the stage has of them; all are fake if one of them is.
+
+        Also returns the tensors that others replace, by the `id` of the others, and whether the
+        arguments are fake.
+        """
+        leaves, spec = tree_flatten(tree)
+        replaced: dict[int, Tensor] = {}
+        found = list(leaves)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                found[place] = self._taken(leaf)
+        if is_fake := any(isinstance(leaf, FakeTensor) for leaf in found):
+            found = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found]
+        changed = False
+        for leaf, value in zip(leaves, found, strict=True):
+            if value is not leaf:
+                replaced[id(value)] = leaf
+                changed = True
+        # otherwise the same objects: a layer may add to a list for its caller
+        return tree_unflatten(found, spec) if changed else tree, replaced, is_fake
+
+    def output_here(self, output: Any) -> Any:
+        """Returns the output of the model with what the last stage has of its tensors."""
+        leaves, spec = tree_flatten(output)
+        found = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tree_unflatten(found, spec)
+
+    def cut_all(self, tree: Any) -> Any:
+        """Returns the arguments of a custom function; it is an event."""
+        return self._arguments_here(tree)[0]
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Returns the tensor where a backward starts."""
+        return self._taken(tensor)
+
+    def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
+        """Runs a layer, or what stands for it."""
+        is_popped = pop_function_mode(self.glue)
+        try:
+            with self.glue.off():
+                if place.stage != self.stage:
+                    self.enter(place.stage)
+                (args, kwargs), replaced, _ = self._arguments_here((args, kwargs))
+                popped = {name: pop(name) for name in place.pops if name not in place.stashes}
+                for name, value in self._arguments_here(popped)[0].items():
+                    stash(name, value)
+                self.draws.at(place.number)
+                self.layer = place
+                try:
+                    output = place.runs.run(place.position, self, args, kwargs)
+                finally:
+                    self.layer = None
+                self.note((output, self.stashed(place)), replaced)
+                return output
+        finally:
+            if is_popped:
+                push_function_mode(self.glue)
+
+    def stashed(self, place: LayerPlace) -> list[Any]:
+        """Returns the values that a layer has stashed for later ones."""
+        return [pop(name) for name in place.stashes]
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """Returns the device of a tensor; a fake one claims the process's."""
+        return tensor.device
+
+    def _check_changes(self) -> None:
+        """See `Trip`; views of a value that cross are separate, see `RehearsalTrip`."""
+
+
+class RehearsalTrip(NumberedTrip):
+    """A forward of a copy of the model whose parameters are fake.
+
+    Args:
+        mode: the mode of the fake tensors.
+        model: the copy.
+        draws: counts the draws.
+        trains: whether a backward follows.
+
+    Attributes:
+        rehearsal: what it has found.
+    """
+
+    def __init__(self, mode: FakeTensorMode, model: Model, draws: Any, trains: bool) -> None:
+        super().__init__(mode, model, 0, draws, _nothing, _nothing, trains)
+        self.rehearsal = Rehearsal()
+        self._uses = Uses(len(model.devices))
+        self._versions: dict[int, int] = {}  # of values, when their stage ended
+
+    def go(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], autocast: Any) -> Rehearsal:
+        """Runs the forward."""
+        self._note_stage()
+        self.run(
+            lambda: self.numbered_inputs(arguments),
+            self._end_of_stages,
+            autocast,
+            None,
+        )
+        self.rehearsal.borders = self._uses.borders()
+        return self.rehearsal
+
+    def _end_of_stages(self, output: Any) -> HeadOutput:
+        with self.glue.off():
+            self.output_here(output)  # the loss may use any of it
+        return HeadOutput(None)
+
+    def _note_stage(self) -> None:
+        self.rehearsal.events.append(self.events)
+        self.rehearsal.draws.append(self.draws.counts)
+
+    def enter(self, stage: int) -> None:
+        """Moves to a later stage."""
+        self._check_order(stage)
+        while self.stage < stage:
+            for key, (_, home, tensor) in self._numbers.items():
+                if home == self.stage:
+                    self._versions[key] = tensor._version
+            self.stage += 1
+            self._starts.append(next_node_number())
+            self._note_stage()
+
+    def _number(self, tensor: Tensor, number: Number) -> None:
+        if isinstance(tensor, FakeTensor):
+            self._numbers[id(tensor)] = number, self.stage, tensor
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        entry = self._numbers.get(id(tensor))
+        if entry is not None:
+            number, home, _ = entry
+            if home < self.stage and tensor._version != self._versions[id(tensor)]:
+                raise SplitError(
+                    f"a value of shape {tuple(tensor.shape)} of an earlier stage is changed in "
+                    f"place, and stage {self.stage} uses it under another name, but with "
+                    f"{setting('engine', 'distributed')} the processes share no memory: change a "
+                    "copy (.clone()), or cut elsewhere"
+                )
+        else:
+            name = self._model.names.get(id(tensor))
+            if name is None:
+                if isinstance(tensor, FakeTensor):
+                    raise _left_otherwise()
+                return tensor
+            if id(tensor) not in self._model.owners:
+                return tensor
+            number, home = name, self._model.owners[id(tensor)]
+            if home > self.stage:
+                raise SplitError(
+                    f"stage {self.stage} uses {name!r}, which belongs to the later stage {home}: "
+                    "cut elsewhere, so that the code that uses it is in one stage"
+                )
+        if home < self.stage:
+            self._uses.add(number, home, self.stage, self._cuts and tensor.requires_grad)
+        return tensor
+
+
+class RehearsedLayers:
+    """The layers of a stage in a rehearsal.
+
+    Args:
+        modules: the modules of the layers, in the copy of the model.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+
+    def run(self, position: int, trip: RehearsalTrip, args: Any, kwargs: Any) -> Any:
+        """Runs a layer on fake tensors, or if it needs values, on zeros."""
+        args, kwargs = tree_map_only(Tensor, trip._fake, (args, kwargs))
+        output = trip.on_fakes(self._modules[position], args, kwargs)
+        assert trip.layer is not None
+        values = output, trip.stashed(trip.layer)
+        trip.rehearsal.outputs.append(LayerOutput(values, (args, kwargs), trip.draws.counts))
+        return output
+
+
+class PartTrip(NumberedTrip):
+    """The forward of a micro-batch in a process that has some of the stages.
+
+    Args:
+        rehearsal: what the others do.
+        own: the stages of this process, in order.
+        mode, model, microbatch, draws, enter_stage, leave_stage, trains: as for a `NumberedTrip`.
+    """
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        own: Sequence[int],
+        mode: FakeTensorMode,
+        model: Model,
+        microbatch: int,
+        draws: Any,
+        enter_stage: Callable[[int, int], None],
+        leave_stage: Callable[[int, int], None],
+        trains: bool,
+    ) -> None:
+        super().__init__(mode, model, microbatch, draws, enter_stage, leave_stage, trains)
+        self._rehearsal = rehearsal
+        self._own = own
+        self._layers = 0  # called so far
+        self._wanted = [
+            {c.number for c in border} if stage in own else frozenset()
+            for stage, border in enumerate(rehearsal.borders)
+        ]
+        self._kept: list[dict[Number, Tensor]] = [{} for _ in rehearsal.borders]
+        self._arrived: list[dict[Number, Tensor]] = [{} for _ in rehearsal.borders]
+        self._cuts_of: list[list[CutValue]] = [[] for _ in rehearsal.borders]
+
+    # --- the forward
+
+    def _through_stages(self, args: Any, kwargs: Any, head: Callable[[Any], HeadOutput]) -> Any:
+        try:
+            with self.glue.off():
+                args, kwargs = self.numbered_inputs((args, kwargs))
+            return super()._through_stages(args, kwargs, partial(self._with_values, head))
+        except Left:
+            return None
+
+    def _input(self, value: Tensor | InputElsewhere, number: Number) -> Tensor:
+        if isinstance(value, InputElsewhere) or 0 not in self._own:
+            return super()._input(value, number)
+        self._number(value, number)
+        return value
+
+    def _with_values(self, head: Callable[[Any], HeadOutput], output: Any) -> HeadOutput:
+        with self.glue.off():
+            output = self.output_here(output)
+        return head(output)
+
+    def enter(self, stage: int) -> None:
+        """Moves to a later stage; leaves the forward after the last stage of this process."""
+        self._check_order(stage)
+        while self.stage < stage:
+            if self.stage in self._own:
+                self._check_path(self.stage + 1)
+                if self.stage == self._own[-1]:
+                    raise Left
+                self.draws.leave_stage()
+                self._leave_stage(self.stage, self.microbatch)
+            self.stage += 1
+            if self.stage in self._own:
+                self._check_path(self.stage)
+                self._enter_stage(self.stage, self.microbatch)
+                self.draws.enter_stage()
+                self.draws.go_on(self._rehearsal.draws[self.stage])
+
+    def _check_path(self, stage: int) -> None:
+        if self.events != self._rehearsal.events[stage]:
+            raise self._another_path()
+
+    def _another_path(self) -> SplitError:
+        return SplitError(
+            "the forward takes another path than in its rehearsal, so the processes would not "
+            f"agree on what they send: with {setting('engine', 'distributed')} the code between "
+            "layers must do the same for each batch of the same shapes; use "
+            f"{setting('engine', 'local')} for this model"
+        )
+
+    def arrive(self, stage: int, values: Sequence[Tensor]) -> None:
+        """Takes the values that have crossed the border before a stage of this process."""
+        with self.glue.off(), torch.enable_grad():
+            self._starts.append(next_node_number())
+            for crossing, tensor in zip(self._rehearsal.borders[stage - 1], values, strict=True):
+                if self._cuts and tensor.requires_grad:
+                    alias = CutValue(tensor)
+                    cut_leaf = self._model.cut_leaf[stage]
+                    value = Cut.apply(tensor.detach(), cut_leaf, self, alias)
+                    alias.value, alias.version, alias.node = value, value._version, value.grad_fn
+                    self._cuts_of[stage].append(alias)
+                    tensor = value
+                self._arrived[stage][crossing.number] = tensor
+
+    def outgoing(self, stage: int) -> list[Tensor]:
+        """Returns the values that cross the border after a stage of this process."""
+        values = []
+        for number, _ in self._rehearsal.borders[stage]:
+            value = self._kept[stage].get(number)
+            if value is None:
+                value = self._arrived[stage].get(number)
+            if value is None and isinstance(number, str):
+                value = self._model.net.get_parameter(number)
+            if value is None:
+                raise self._another_path()
+            values.append(value)
+        return values
+
+    def stand_in(self, args: Any, kwargs: Any) -> Any:
+        """Returns what stands for the output of the next layer."""
+        if self._layers >= len(self._rehearsal.outputs):
+            raise self._another_path()
+        output = self._rehearsal.outputs[self._layers]
+        self.draws.go_on(output.draws)
+        assert self.layer is not None
+        device = self._model.devices[0]
+        returned, stashed = output.stand_in(self._mode, device, (args, kwargs))
+        for name, value in zip(self.layer.stashes, stashed, strict=True):
+            stash(name, value)
+        return returned
+
+    def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
+        """Runs a layer, or what stands for it."""
+        try:
+            return super().run_layer(place, args, kwargs)
+        finally:
+            self._layers += 1
+
+    def _number(self, tensor: Tensor, number: Number) -> None:
+        if self.stage in self._own:
+            if number in self._wanted[self.stage]:
+                self._kept[self.stage][number] = tensor
+                self._numbers[id(tensor)] = number, self.stage, tensor
+        elif isinstance(tensor, FakeTensor):
+            self._numbers[id(tensor)] = number, self.stage, tensor
+
+    def _taken(self, tensor: Tensor) -> Tensor:
+        entry = self._numbers.get(id(tensor))
+        if entry is not None:
+            number, home, _ = entry
+        else:
+            home = self._model.owners.get(id(tensor), -1)
+            if home < 0 and self.stage in self._own and isinstance(tensor, FakeTensor):
+                raise self._another_path()
+            if home < 0:
+                return tensor
+            number = self._model.names[id(tensor)]
+        if self.stage not in self._own:
+            return self._fake(tensor)
+        if home == self.stage:
+            return tensor
+        value = self._arrived[self.stage].get(number)
+        if value is None:
+            raise self._another_path()
+        return value
+
+    # --- the backward
+
+    def in_flight(self, whole: Sequence[bool]) -> list[StageInFlight]:
+        """Returns, after the forward, what the backward of each stage of this process needs."""
+        head, self._head = self._head, None
+        stages: list[StageInFlight] = []
+        for stage, is_whole in zip(self._own, whole, strict=True):
+            roots: list[Root]
+            gradient = None
+            if stage == self._last:
+                assert head is not None
+                roots, gradient = [] if head.root is None else [head.root], head.gradient
+            else:
+                roots = [edge_of(value) for value in self.outgoing(stage) if value.requires_grad]
+            stages.append(StageInFlight(roots, gradient, self._cuts_of[stage], is_whole))
+        return stages
+
+    def _end(self) -> None:
+        for alias in (alias for of_stage in self._cuts_of for alias in of_stage):
+            alias.forget_graph()
+        super()._end()
+        self._numbers, self._fakes, self._kept, self._arrived = {}, {}, [], []
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return zeros.requires_grad_().clone() if tensor.requires_grad else zeros
+
+
+def _left_otherwise() -> SplitError:
+    return SplitError(
+        "a layer leaves a value otherwise than by its output, as by a hook, an attribute or a "
+        f"list, and the forward uses it between layers: with {setting('engine', 'distributed')} "
+        "the processes of other stages do not run the layer, and lack the value. Return it from "
+        f"the layer, or use {setting('engine', 'local')}"
+    )
+
+
+def _nothing(stage: int, microbatch: int) -> None:
+    pass

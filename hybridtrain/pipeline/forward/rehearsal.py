@@ -1,0 +1,187 @@
+"""A rehearsal: one forward on fake tensors, which tells each process what will cross its borders.
+
+With stages in several processes, each process runs the model's forward for each micro-batch, but
+only the layers of its own stages. It must know in advance what the others need of it, and what the
+layers of the others return:
+
+    forward        | input | layer 0 | code | layer 1 | code | layer 2 | loss |
+    stage                       0                 1              2
+    numbers                   1          2      3        4       5
+    borders                            [2]              [2, 4]
+
+All processes see the same layers and the same operations between layers, in the same order: that
+numbers the values. A value that a later stage uses crosses each border on its way. All processes
+rehearse each kind of micro-batch alone, and come to the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hybridtrain._base.torch_private import FakeTensorMode
+
+Number = tuple[int, int] | str
+"""What a value is called in all processes.
+
+The event that made it and its place among the results, or for a parameter or buffer its name. Calls
+of layers and operations between layers are events.
+"""
+
+
+class Crossing(NamedTuple):
+    """A value that crosses a border.
+
+    Attributes:
+        number: the number of the value.
+        requires_grad: whether its gradient crosses back.
+    """
+
+    number: Number
+    requires_grad: bool
+
+
+class ValueFormat(NamedTuple):
+    """What a tensor is without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> ValueFormat:
+        """Returns the format of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class InputElsewhere:
+    """A floating-point input of the forward, which only the first process has."""
+
+    form: ValueFormat
+
+
+class LayerOutput:
+    """What a layer has returned in a rehearsal, for processes that do not run it.
+
+    Args:
+        output: any pytree.
+        arguments: the arguments of the layer; the output may contain tensors of them.
+        draws: the places of the draws after it.
+
+    Attributes:
+        draws: see the arguments.
+    """
+
+    def __init__(self, output: Any, arguments: Any, draws: Any) -> None:
+        self.draws = draws
+        leaves, self._spec = tree_flatten(output)
+        given = {id(leaf): place for place, leaf in enumerate(tree_flatten(arguments)[0])}
+        made: dict[int, int] = {}
+        self._formats: list[ValueFormat] = []
+        self._leaves: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                self._leaves.append(leaf)
+            elif id(leaf) in given:
+                self._leaves.append(_Given(given[id(leaf)]))
+            else:
+                if id(leaf) not in made:
+                    made[id(leaf)] = len(self._formats)
+                    self._formats.append(ValueFormat.of(leaf))
+                self._leaves.append(_Made(made[id(leaf)]))
+
+    def stand_in(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
+        """Returns an output without values.
+
+        Args:
+            mode: makes fake tensors.
+            device: the device that they claim.
+            arguments: the arguments of this call.
+        """
+        given = tree_flatten(arguments)[0]
+        made = [fake_of(form, mode, device) for form in self._formats]
+        leaves = []
+        for leaf in self._leaves:
+            if type(leaf) is _Given:
+                leaf = given[leaf.place]
+            elif type(leaf) is _Made:
+                leaf = made[leaf.number]
+            leaves.append(leaf)
+        return tree_unflatten(leaves, self._spec)
+
+
+class _Given(NamedTuple):
+    """A tensor that the layer was given."""
+
+    place: int
+
+
+class _Made(NamedTuple):
+    """A tensor that the layer has made."""
+
+    number: int
+
+
+def fake_of(form: ValueFormat, mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """Returns a fake tensor: not a leaf if it needs a gradient, so that code may change it."""
+    with mode, torch.enable_grad(), torch._C.DisableTorchFunction():
+        tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
+        if form.requires_grad:
+            tensor = tensor.requires_grad_().clone()
+    return tensor
+
+
+@dataclass
+class Rehearsal:
+    """What a kind of micro-batch does.
+
+    Attributes:
+        outputs: what each call of a layer returns, in the order of the calls.
+        borders: what crosses the border after each stage; nothing after the last.
+        events: the number of events before each stage begins.
+        draws: the places of the draws where each stage begins, see `_ForwardDraws.counts`.
+    """
+
+    outputs: list[LayerOutput] = field(default_factory=list)
+    borders: list[list[Crossing]] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    draws: list[Any] = field(default_factory=list)
+
+
+class Uses:
+    """Collects which value each stage uses, and so what crosses the borders.
+
+    Args:
+        stages: the number of stages.
+    """
+
+    def __init__(self, stages: int) -> None:
+        # of each stage: the values of earlier stages that it has, in the order of their first use
+        self._used: list[dict[Number, bool]] = [{} for _ in range(stages)]
+        self._homes: dict[Number, int] = {}
+
+    def add(self, number: Number, home: int, stage: int, requires_grad: bool) -> None:
+        """Notes that a stage uses a value of an earlier stage, its home."""
+        self._homes[number] = home
+        self._used[stage][number] = self._used[stage].get(number, False) or requires_grad
+
+    def borders(self) -> list[list[Crossing]]:
+        """Returns what crosses the border after each stage."""
+        borders: list[list[Crossing]] = []
+        coming: Mapping[Number, bool] = {}
+        for stage in reversed(range(len(self._used))):
+            borders.append([Crossing(*crossing) for crossing in coming.items()])
+            passing = {n: grad for n, grad in coming.items() if self._homes[n] < stage}
+            coming = {
+                number: passing.get(number, False) or self._used[stage].get(number, False)
+                for number in {**self._used[stage], **passing}
+            }
+        assert not coming, "the first stage uses a value of an earlier one"
+        return borders[::-1]
