@@ -244,7 +244,10 @@ class StepRun:
         stopped: whether it has failed.
         first: the task that begins the step.
         activity: what each device of this process does, by its lane.
+        only_arguments: the types of inputs that are the only argument of a forward.
     """
+
+    only_arguments: tuple[type, ...] = (Tensor,)
 
     first: _Task
 
@@ -454,7 +457,7 @@ class StepRun:
 
     def _arguments(self, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         inputs = self._take(microbatch)
-        if type(inputs) is Tensor:  # the only argument
+        if type(inputs) in self.only_arguments:
             return (inputs,), {}
         return arguments_of(self._model.net, inputs)
 

@@ -221,6 +221,8 @@ def _fact(leaf: Any) -> Hashable:
 class PartRun(StepRun):
     """The state of this process's part of a step while it runs."""
 
+    only_arguments = (Tensor, InputElsewhere)
+
     _engine: PartEngine
 
     def __init__(self, engine: PartEngine, step: Step, *args: Any, **kwargs: Any) -> None:

@@ -241,20 +241,14 @@ class NumberedTrip(Trip):
         arguments are fake.
         """
         leaves, spec = tree_flatten(tree)
-        replaced: dict[int, Tensor] = {}
-        found = list(leaves)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                found[place] = self._taken(leaf)
+        found = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if is_fake := any(isinstance(leaf, FakeTensor) for leaf in found):
             found = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found]
-        changed = False
-        for leaf, value in zip(leaves, found, strict=True):
-            if value is not leaf:
-                replaced[id(value)] = leaf
-                changed = True
+        replaced = {
+            id(value): leaf for leaf, value in zip(leaves, found, strict=True) if value is not leaf
+        }
         # otherwise the same objects: a layer may add to a list for its caller
-        return tree_unflatten(found, spec) if changed else tree, replaced, is_fake
+        return tree_unflatten(found, spec) if replaced else tree, replaced, is_fake
 
     def output_here(self, output: Any) -> Any:
         """Returns the output of the model with what the last stage has of its tensors."""
@@ -277,17 +271,25 @@ class NumberedTrip(Trip):
             with self.glue.off():
                 if place.stage != self.stage:
                     self.enter(place.stage)
-                (args, kwargs), replaced, _ = self._arguments_here((args, kwargs))
-                popped = {name: pop(name) for name in place.pops if name not in place.stashes}
-                for name, value in self._arguments_here(popped)[0].items():
-                    stash(name, value)
+                replaced: dict[int, Tensor] = {}
+                if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # most often
+                    value = self._taken(args[0])
+                    if value is not args[0]:
+                        replaced[id(value)] = args[0]
+                    args = (value,)
+                else:
+                    (args, kwargs), replaced, _ = self._arguments_here((args, kwargs))
+                if place.pops:
+                    popped = {name: pop(name) for name in place.pops if name not in place.stashes}
+                    for name, value in self._arguments_here(popped)[0].items():
+                        stash(name, value)
                 self.draws.at(place.number)
                 self.layer = place
                 try:
                     output = place.runs.run(place.position, self, args, kwargs)
                 finally:
                     self.layer = None
-                self.note((output, self.stashed(place)), replaced)
+                self.note((output, self.stashed(place)) if place.stashes else output, replaced)
                 return output
         finally:
             if is_popped:
@@ -405,7 +407,8 @@ class RehearsedLayers:
         args, kwargs = tree_map_only(Tensor, trip._fake, (args, kwargs))
         output = trip.on_fakes(self._modules[position], args, kwargs)
         assert trip.layer is not None
-        values = output, trip.stashed(trip.layer)
+        stashes = trip.layer.stashes
+        values = (output, trip.stashed(trip.layer)) if stashes else output
         trip.rehearsal.outputs.append(LayerOutput(values, (args, kwargs), trip.draws.counts))
         return output
 
@@ -435,10 +438,7 @@ class PartTrip(NumberedTrip):
         self._rehearsal = rehearsal
         self._own = own
         self._layers = 0  # called so far
-        self._wanted = [
-            {c.number for c in border} if stage in own else frozenset()
-            for stage, border in enumerate(rehearsal.borders)
-        ]
+        self._wanted = rehearsal.wanted
         self._kept: list[dict[Number, Tensor]] = [{} for _ in rehearsal.borders]
         self._arrived: list[dict[Number, Tensor]] = [{} for _ in rehearsal.borders]
         self._cuts_of: list[list[CutValue]] = [[] for _ in rehearsal.borders]
@@ -454,8 +454,11 @@ class PartTrip(NumberedTrip):
             return None
 
     def _input(self, value: Tensor | InputElsewhere, number: Number) -> Tensor:
-        if isinstance(value, InputElsewhere) or 0 not in self._own:
-            return super()._input(value, number)
+        if isinstance(value, InputElsewhere):
+            device = self._model.devices[0]
+            fake = self._rehearsal.input(number, value.form, self._mode, device)
+            self._numbers[id(fake)] = number, 0, fake
+            return fake
         self._number(value, number)
         return value
 
@@ -529,7 +532,10 @@ class PartTrip(NumberedTrip):
         self.draws.go_on(output.draws)
         assert self.layer is not None
         device = self._model.devices[0]
-        returned, stashed = output.stand_in(self._mode, device, (args, kwargs))
+        returned = output.stand_in(self._mode, device, (args, kwargs))
+        if not self.layer.stashes:
+            return returned
+        returned, stashed = returned
         for name, value in zip(self.layer.stashes, stashed, strict=True):
             stash(name, value)
         return returned

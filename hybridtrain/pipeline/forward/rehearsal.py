@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hybridtrain._base.torch_private import FakeTensorMode
 
@@ -84,6 +85,7 @@ class LayerOutput:
         leaves, self._spec = tree_flatten(output)
         given = {id(leaf): place for place, leaf in enumerate(tree_flatten(arguments)[0])}
         made: dict[int, int] = {}
+        self._made: dict[FakeTensorMode, list[Tensor | None]] = {}
         self._formats: list[ValueFormat] = []
         self._leaves: list[Any] = []
         for leaf in leaves:
@@ -98,21 +100,26 @@ class LayerOutput:
                 self._leaves.append(_Made(made[id(leaf)]))
 
     def stand_in(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
-        """Returns an output without values.
+        """Returns an output without values, of the same tensors as for earlier micro-batches.
 
         Args:
-            mode: makes fake tensors.
+            mode: the mode of the fake tensors, of one thread.
             device: the device that they claim.
             arguments: the arguments of this call.
         """
-        given = tree_flatten(arguments)[0]
-        made = [fake_of(form, mode, device) for form in self._formats]
-        leaves = []
+        made = self._made.setdefault(mode, [None] * len(self._formats))
+        leaves: list[Any] = []
+        given: list[Any] | None = None
         for leaf in self._leaves:
             if type(leaf) is _Given:
+                given = given or tree_leaves(arguments)
                 leaf = given[leaf.place]
             elif type(leaf) is _Made:
-                leaf = made[leaf.number]
+                tensor = made[leaf.number]
+                if tensor is None or tensor._version:  # new, or code between layers has changed it
+                    form = self._formats[leaf.number]
+                    tensor = made[leaf.number] = fake_of(form, mode, device)
+                leaf = tensor
             leaves.append(leaf)
         return tree_unflatten(leaves, self._spec)
 
@@ -135,6 +142,7 @@ def fake_of(form: ValueFormat, mode: FakeTensorMode, device: torch.device) -> Te
         tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
         if form.requires_grad:
             tensor = tensor.requires_grad_().clone()
+    assert not tensor._version
     return tensor
 
 
@@ -153,6 +161,19 @@ class Rehearsal:
     borders: list[list[Crossing]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     draws: list[Any] = field(default_factory=list)
+    _inputs: dict[Any, Tensor] = field(default_factory=dict)
+
+    def input(self, number: Number, form: ValueFormat, mode: FakeTensorMode, device: Any) -> Tensor:
+        """Returns an input without values, the same one as for earlier micro-batches."""
+        tensor = self._inputs.get((mode, number))
+        if tensor is None or tensor._version:
+            tensor = self._inputs[mode, number] = fake_of(form, mode, device)
+        return tensor
+
+    @cached_property
+    def wanted(self) -> list[frozenset[Number]]:
+        """The numbers of what crosses the border after each stage."""
+        return [frozenset(crossing.number for crossing in border) for border in self.borders]
 
 
 class Uses:
