@@ -39,6 +39,8 @@ from hybridtrain.pipeline.engines.processes import messages_of
 from hybridtrain.pipeline.forward import (
     ForwardStage,
     for_other_thread,
+    net_of_trip,
+    uninstall,
 )
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
@@ -49,7 +51,7 @@ from hybridtrain.pipeline.layer_rng import (
 )
 from hybridtrain.pipeline.message_formats import message_formats
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
-from hybridtrain.pipeline.pipeline import Pipeline
+from hybridtrain.pipeline.pipeline import HeldGraphs, Pipeline
 from hybridtrain.pipeline.reducer import unscale_
 from hybridtrain.pipeline.ties import remove_aliases
 from hybridtrain.pipeline.timeline import Phases, Timeline, measured_ms, read_timelines
@@ -61,6 +63,7 @@ __all__ = [
     "ForwardStage",
     "Head",
     "HeadOutput",
+    "HeldGraphs",
     "InlineEngine",
     "LayerRNG",
     "Phases",
@@ -76,10 +79,12 @@ __all__ = [
     "measured_ms",
     "message_formats",
     "messages_of",
+    "net_of_trip",
     "plan_without_values",
     "read_timelines",
     "remove_aliases",
     "seed_of",
+    "uninstall",
     "unscale_",
     "with_device_speeds",
     "with_sync_batch_norm",

@@ -28,8 +28,8 @@ FLOORS = """
     loss
     verification
     model
-    data
-    datasets
+    data integrations
+    datasets pipelined
     step
     checkpoint
     loop

@@ -11,12 +11,16 @@ build      places layers on devices, and connects all of this
 """
 
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine
+from hybridtrain.pipeline.forward.layers import uninstall
 from hybridtrain.pipeline.forward.stage import ForwardStage
-from hybridtrain.pipeline.forward.trip import for_other_thread
+from hybridtrain.pipeline.forward.trip import StageInFlight, for_other_thread, net_of_trip
 
 __all__ = [
     "ForwardStage",
+    "StageInFlight",
     "build_forward_stages",
     "for_other_thread",
     "forward_engine",
+    "net_of_trip",
+    "uninstall",
 ]

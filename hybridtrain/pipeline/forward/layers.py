@@ -11,7 +11,7 @@ surrounds both, needs no hook of its own, and neither copies nor pickles of the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,14 @@ def install(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if not isinstance(compiled_call(module), LayerCall):
             replace_call(module, LayerCall(module))
+
+
+def uninstall(modules: Iterable[nn.Module]) -> None:
+    """Makes calls of `modules` their own again; those without a `LayerCall` stay as they are."""
+    for module in modules:
+        call = compiled_call(module)
+        if isinstance(call, LayerCall):
+            replace_call(module, call.compiled)
 
 
 class LayersOfStage:

@@ -1,0 +1,209 @@
+"""A call of a model, cut into micro-batches.
+
+The arguments are bound to the names of the forward's parameters. Tensors with the batch in dim 0
+are cut, tensors with one row are shared by all micro-batches, and anything else that cannot be cut
+is refused, because a micro-batch would silently get the wrong samples.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from hybridtrain._base.microbatch import (
+    as_containers,
+    batch_size,
+    chunk_sizes,
+    shared,
+    split,
+    uncut,
+)
+from hybridtrain._base.values import is_constant, leaves_of
+from hybridtrain.errors import BatchError
+
+# The number of items that the loss of a transformers model is divided by. It changes in every step.
+ITEMS = "num_items_in_batch"
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call.
+
+    Attributes:
+        inputs: the arguments by name, with values that all micro-batches share marked; or the only
+            argument, if it is a tensor.
+        sizes: the number of samples of each micro-batch.
+        kind: what decisions about a call depend on, such as names, dtypes and constants, but not
+            on sizes.
+        entering: the tensors among the arguments that require a gradient.
+    """
+
+    inputs: Any
+    sizes: Sequence[int]
+    kind: Hashable
+    entering: Sequence[Tensor]
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of the batch."""
+        return sum(self.sizes)
+
+    def cut(self, sizes: Sequence[int] | None = None) -> list[Any]:
+        """Returns the inputs of each micro-batch; without a graph, see `with_leaves`."""
+        sizes = self.sizes if sizes is None else sizes
+        inputs = tree_map_only(Tensor, _detached, self.inputs) if self.entering else self.inputs
+        return [uncut(inputs)] if len(sizes) == 1 else split(inputs, sizes)
+
+    def argument(self, name: str) -> Any:
+        """Returns the argument of this name; None if the call has none."""
+        return self.inputs.get(name) if isinstance(self.inputs, dict) else None
+
+    def with_leaves(self, parts: Sequence[Any]) -> tuple[list[Any], list[list[Tensor]]]:
+        """Makes leaves of the arguments that require a gradient.
+
+        Args:
+            parts: the inputs of each micro-batch.
+
+        Returns:
+            the inputs with these leaves, and for each of `entering` its leaf in each micro-batch.
+        """
+        if not self.entering:
+            return list(parts), []
+        tensors = [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.requires_grad]
+        cut: list[Any] = []
+        leaves: list[list[Tensor]] = [[] for _ in numbers]
+        for part in parts:
+            values, spec = tree_flatten(part)
+            places = [place for place, value in enumerate(values) if isinstance(value, Tensor)]
+            for of_tensor, number in zip(leaves, numbers, strict=True):
+                leaf = values[places[number]].detach().requires_grad_()
+                values[places[number]] = leaf
+                of_tensor.append(leaf)
+            cut.append(tree_unflatten(values, spec))
+        return cut, leaves
+
+    def joined_gradients(self, leaves: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
+        """Returns the gradient of each of `entering` from those of its leaves."""
+        joined: list[Tensor | None] = []
+        for tensor, parts in zip(self.entering, leaves, strict=True):
+            if all(part.grad is None for part in parts):
+                joined.append(None)
+                continue
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts]
+            is_cut = sum(len(part) for part in parts) == len(tensor) if tensor.dim() else False
+            joined.append(torch.cat(gradients) if is_cut else torch.stack(gradients).sum(0))
+        return joined
+
+
+def call_of(
+    net: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    chunks: int,
+    without_cache: bool,
+) -> Call:
+    """Returns a call of `forward(*args, **kwargs)` in at most `chunks` micro-batches.
+
+    Args:
+        net: the model.
+        forward: its forward, as it is now.
+        args: the arguments by position.
+        kwargs: the arguments by name.
+        chunks: the maximum number of micro-batches.
+        without_cache: tell a transformers model not to return its keys and values.
+
+    Raises:
+        TypeError: the forward does not take these arguments.
+        BatchError: a tensor has another number of samples than others.
+    """
+    inputs: Any = _bound(forward, args, kwargs)
+    if isinstance(inputs, dict) and without_cache and takes_cache(net):
+        inputs.setdefault("use_cache", False)
+    leaves_of(inputs)
+    values = as_containers(inputs)
+    if isinstance(values, dict) and len(values) == 1:
+        only = next(iter(values.values()))
+        values = only if type(only) is Tensor else values
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    first = next((tensor for tensor in tensors if tensor.dim()), None)
+    samples = 1 if first is None else len(first)
+    sizes = [samples]
+    if chunks > 1 and samples > 1:
+        values = _with_shared_rows(values, samples)
+        sizes = chunk_sizes(batch_size(values), chunks)
+    entering = [tensor for tensor in tensors if tensor.requires_grad]
+    return Call(values, sizes, _kind(values, len(sizes) > 1), entering)
+
+
+def asks_for_cache(kwargs: dict[str, Any]) -> bool:
+    """Returns whether a call passes keys and values of earlier calls, or wants those of this one.
+
+    They belong to the whole batch, so the call is not cut.
+    """
+    return bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
+
+
+def takes_cache(net: nn.Module) -> bool:
+    """Returns whether the forward of a model, or of the model in an adapter, has `use_cache`."""
+    base = getattr(net, "get_base_model", None)
+    inner = base() if callable(base) else net
+    return "use_cache" in inspect.signature(inner.forward).parameters
+
+
+def _bound(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | tuple[Any, ...]:
+    """Returns the arguments by name, without those of None that are None by default.
+
+    Those of a forward that takes `*args` have no names, and are returned as they are.
+    """
+    signature = inspect.signature(forward)
+    if args and any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
+        if kwargs:
+            raise BatchError(
+                f"the forward {signature} takes *args, so its arguments have no names: pass all "
+                "of them by keyword, or all by position"
+            )
+        return args
+    bound = signature.bind(*args, **kwargs)
+    inputs: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        parameter = signature.parameters[name]
+        if parameter.kind is parameter.VAR_KEYWORD:
+            inputs.update(value)
+        elif value is not None or parameter.default is not None:
+            inputs[name] = value
+    return inputs
+
+
+def _with_shared_rows(values: Any, samples: int) -> Any:
+    """Marks tensors with one row, such as position ids, as shared by all samples."""
+    return tree_map_only(
+        Tensor, lambda t: shared(t) if t.dim() and len(t) == 1 != samples else t, values
+    )
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _kind(values: Any, is_cut: bool) -> Hashable:
+    leaves, spec = tree_flatten(values)
+    items = values.get(ITEMS) if isinstance(values, dict) else None
+    described: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            described.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
+        elif leaf is items or not is_constant(leaf):
+            described.append(str(type(leaf)))
+        else:
+            described.append((type(leaf), repr(leaf)))
+    return str(spec), tuple(described), is_cut

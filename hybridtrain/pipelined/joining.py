@@ -1,0 +1,294 @@
+"""The outputs of micro-batches as the output of the batch, and the proof that they are that.
+
+Tensors are concatenated along dim 0. A number, such as a loss, is a weighted sum: a mean over
+samples, labels or anything else that can be counted, or a sum. Which one it is cannot be read from
+a model's name, nor from its arguments: many models accept `num_items_in_batch`, and ignore it. So
+it is measured, once for each kind of call, in evaluation mode:
+
+    forward(batch)  =  w0 forward(first sample)  +  w1 forward(the other samples)
+
+with weights by one of the `_RULES`. If the call has labels, all but a few are ignored in this
+comparison, so that every rule gives other weights. A number that follows no rule is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from hybridtrain._base.microbatch import merge, output_place
+from hybridtrain._base.values import leaves_of, same_constant
+from hybridtrain.errors import BatchError, setting
+from hybridtrain.loss import IGNORED
+from hybridtrain.pipelined.calls import Call
+
+# Tolerances of a number, and of tensors, relative to the largest value. Another order of summation
+# explains 1e-6; outputs in half precision are rounded.
+_EXACT, _EXACT_IN_HALF = 1e-4, 2e-2
+_SAME, _SAME_IN_HALF = 1e-2, 2e-1
+
+# `count(inputs)` of a micro-batch returns how much its number counts; None: it cannot be counted.
+Count = Callable[[Any, int], int | Tensor | None]
+
+
+def _labels(inputs: Any) -> Tensor | None:
+    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
+        return None
+    return labels
+
+
+def _sum(inputs: Any, samples: int) -> int:
+    return 1
+
+
+def _samples(inputs: Any, samples: int) -> int:
+    return samples
+
+
+def _valid(inputs: Any, samples: int) -> Tensor | None:
+    labels = _labels(inputs)
+    return None if labels is None else (labels != IGNORED).sum()
+
+
+def _shifted(inputs: Any, samples: int) -> Tensor | None:
+    labels = _labels(inputs)
+    return None if labels is None or labels.dim() < 2 else (labels[..., 1:] != IGNORED).sum()
+
+
+def _attended(inputs: Any, samples: int) -> Tensor | None:
+    labels = _labels(inputs)
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    if labels is None or not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        return None
+    return ((labels != IGNORED) & (mask == 1)).sum()
+
+
+_RULES: dict[str, Count] = {
+    "a sum": _sum,
+    "a mean over the labels that are not -100": _valid,
+    "a mean over the labels that are not -100, except the first of each sample": _shifted,
+    "a mean over the labels that are neither -100 nor padding": _attended,
+    "a mean over samples": _samples,
+}
+
+
+@dataclass(frozen=True)
+class Join:
+    """How the outputs of a kind of call are joined.
+
+    Attributes:
+        spec: the structure of an output.
+        rules: for each leaf that is a number, the name of its rule; None for all others.
+    """
+
+    spec: TreeSpec
+    rules: Sequence[str | None]
+
+    def weights(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[list[float] | None]:
+        """Returns, for each leaf that is a number, its weight in each micro-batch.
+
+        Args:
+            parts: the inputs of the micro-batches.
+            sizes: their numbers of samples.
+        """
+        by_rule = {rule: _weights(rule, parts, sizes) for rule in set(self.rules) if rule}
+        return [by_rule[rule] if rule else None for rule in self.rules]
+
+
+def joined(
+    spec: TreeSpec, columns: Sequence[Sequence[Any]], weights: Sequence[Sequence[float] | None]
+) -> list[Any]:
+    """Returns the leaves of the joined output.
+
+    Args:
+        spec: the structure of an output.
+        columns: the leaves of each micro-batch's output.
+        weights: for each leaf that is a number, its weights.
+    """
+    leaves: list[Any] = []
+    for number, column in enumerate(zip(*columns, strict=True)):
+        factors = weights[number]
+        if len(column) == 1:
+            leaves.append(column[0])
+        elif factors is not None:
+            terms = [value * w for value, w in zip(column, factors, strict=True) if w]
+            leaves.append(torch.stack(terms).sum(0) if terms else column[0] * 0)
+        elif isinstance(column[0], Tensor) and column[0].dim():
+            leaves.append(torch.cat(column))
+        else:
+            outputs = [tree_unflatten(of_part, spec) for of_part in columns]
+            leaves.append(tree_flatten(merge(outputs))[0][number])
+    return leaves
+
+
+def _weights(rule: str, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+    """Returns the share of each micro-batch in a number that follows a rule."""
+    if len(parts) == 1 or rule == "a sum":
+        return [1.0] * len(parts)
+    counts = [_RULES[rule](part, size) for part, size in zip(parts, sizes, strict=True)]
+    tensors = [torch.as_tensor(count) for count in counts]
+    numbers = torch.stack(tensors).tolist()  # one wait for a GPU
+    total = float(sum(numbers)) or 1.0
+    return [number / total for number in numbers]
+
+
+def proved(call: Call, run: Callable[[Any], Any]) -> Join:
+    """Returns how to join the outputs of micro-batches; compares two parts with the batch.
+
+    Args:
+        call: a call of two samples or more.
+        run: returns the output of the model, in evaluation mode, for some inputs.
+
+    Raises:
+        BatchError: the output of the batch is not that of its samples; the message names the leaf.
+    """
+    sizes = [1, call.samples - 1]
+    probe = replace(call, inputs=_with_few_labels(call))
+    try:
+        parts, whole, *outputs = _outputs(probe, sizes, run)
+    except Exception:  # of a loss that takes all labels for classes
+        parts, whole, *outputs = _outputs(call, sizes, run)
+    leaves_of(whole)
+    leaves, spec = tree_flatten(whole)
+    columns = []
+    for output in outputs:
+        of_part, other_spec = tree_flatten(output)
+        if other_spec != spec:
+            raise BatchError(
+                "the structure of the model's output depends on the number of samples, so the "
+                f"outputs of micro-batches cannot be joined. {_WAY_OUT}"
+            )
+        columns.append(of_part)
+    is_half = any(_is_half(leaf) for leaf in leaves) or torch.is_autocast_enabled(
+        _device_type(leaves)
+    )
+    rules: list[str | None] = []
+    for number, (leaf, *of_parts) in enumerate(zip(leaves, *columns, strict=True)):
+        rule = None
+        if isinstance(leaf, Tensor) and not leaf.dim():
+            rule = _rule(leaf, of_parts, parts, sizes, is_half, output_place(whole, number))
+        elif isinstance(leaf, Tensor):
+            _check_same(leaf, of_parts, sizes, is_half, output_place(whole, number))
+        elif not all(same_constant(leaf, other) for other in of_parts):
+            raise BatchError(
+                f"{output_place(whole, number)} is a {type(leaf).__name__} that depends on the "
+                f"samples, so the outputs of micro-batches cannot be joined. {_WAY_OUT}"
+            )
+        rules.append(rule)
+    return Join(spec, rules)
+
+
+def _outputs(call: Call, sizes: Sequence[int], run: Callable[[Any], Any]) -> list[Any]:
+    """Returns the inputs of the parts, then the outputs of the batch and of the parts."""
+    parts = call.cut(sizes)
+    return [parts, *map(run, [call.cut([call.samples])[0], *parts])]
+
+
+_WAY_OUT = f"Return a tensor with the samples in dim 0, or set {setting('chunks', 1)}"
+
+
+def _rule(
+    whole: Tensor,
+    of_parts: Sequence[Tensor],
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+    is_half: bool,
+    place: str,
+) -> str:
+    """Returns the name of the rule that a number follows.
+
+    Raises:
+        BatchError: it follows none.
+    """
+    value, *values = (float(t) for t in (whole, *of_parts))
+    fits: dict[str, float] = {}
+    for rule, count in _RULES.items():
+        if any(count(part, size) is None for part, size in zip(parts, sizes, strict=True)):
+            continue
+        weights = _weights(rule, parts, sizes)
+        terms = [w * v for w, v in zip(weights, values, strict=True) if w]
+        scale = max([abs(value), *map(abs, terms)]) or 1.0
+        error = abs(value - sum(terms)) / scale
+        fits[rule] = error if math.isfinite(error) else math.inf
+    best = min(fits, key=lambda rule: fits[rule])
+    if fits[best] <= (_EXACT_IN_HALF if is_half else _EXACT):
+        # the first of those that fit as well: all give the same weights
+        return next(rule for rule, error in fits.items() if error <= max(2 * fits[best], 1e-7))
+    of = " and ".join(f"{number:.7g}" for number in values)
+    raise BatchError(
+        f"{place} of {sum(sizes)} samples is {value:.7g}, and {of} for the first and for the other "
+        f"samples: it is neither {', nor '.join(fits)}, so micro-batches would give another "
+        "gradient than the batch. Compute the loss outside of the model from outputs of its "
+        "samples, disable additional terms of the loss (of a router, a z-loss), or set "
+        f"{setting('chunks', 1)}"
+    )
+
+
+def _check_same(
+    whole: Tensor, of_parts: Sequence[Tensor], sizes: Sequence[int], is_half: bool, place: str
+) -> None:
+    """Checks that a tensor of the batch is the concatenation of those of the parts.
+
+    Raises:
+        BatchError: it is not.
+    """
+    total = sum(sizes)
+    fits = all(
+        part.dim() == whole.dim()
+        and part.shape[1:] == whole.shape[1:]
+        and len(part) * total == len(whole) * size
+        for part, size in zip(of_parts, sizes, strict=True)
+    )
+    if fits and whole.is_floating_point():
+        together = torch.cat(list(of_parts)).float()
+        finite = whole.isfinite() & together.isfinite()
+        apart = (whole.float() - together).abs()[finite]
+        scale = whole.float().abs()[finite]
+        limit = _SAME_IN_HALF if is_half else _SAME
+        fits = not apart.numel() or float(apart.max()) <= limit * float(scale.max()) + 1e-6
+        problem = "its values for some samples depend on the others"
+    else:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (whole, *of_parts))
+        problem = f"the shapes are {shapes} for {total}, 1 and {total - 1} samples"
+    if not fits:
+        raise BatchError(
+            f"{place} is not the concatenation of the outputs of micro-batches: {problem}. "
+            f"{_WAY_OUT}; wrap an argument that all samples share, such as a mask of shape (time, "
+            "time), in hybridtrain.shared(...)"
+        )
+
+
+def _with_few_labels(call: Call) -> Any:
+    """Returns the inputs with so few labels that all rules differ.
+
+    The first sample keeps its last label; the second its first, one in the middle and its last.
+    """
+    labels = _labels(call.inputs)
+    if labels is None:
+        return call.inputs
+    known = labels[labels != IGNORED]
+    if not len(known) or (labels.dim() > 1 and labels.shape[1] < 4):
+        return call.inputs
+    if labels.dim() == 1:
+        few = torch.where(labels == IGNORED, known[0], labels)
+        if len(few) > 2:
+            few[1] = IGNORED
+    else:
+        few = torch.full_like(labels, IGNORED)
+        few[0, -1] = few[1, 0] = few[1, labels.shape[1] // 2] = few[1, -1] = known[0]
+    return {**call.inputs, "labels": few}
+
+
+def _is_half(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < 4
+
+
+def _device_type(leaves: Sequence[Any]) -> str:
+    return next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")

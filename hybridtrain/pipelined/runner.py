@@ -1,0 +1,183 @@
+"""Runs the calls of a pipelined model: with gradients, without, and those that are not cut.
+
+The pipeline is made at the first call with a batch, when patches of the forward and adapters are in
+place, and again if modules or parameters have been replaced since.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hybridtrain._base.microbatch import Microbatch, uncut
+from hybridtrain.errors import ConfigError
+from hybridtrain.launch import Launch
+from hybridtrain.model import HybridModel
+from hybridtrain.options import PipelineOptions
+from hybridtrain.pipeline import HeadOutput, net_of_trip
+from hybridtrain.pipelined.calls import Call, asks_for_cache, call_of, takes_cache
+from hybridtrain.pipelined.joining import Join, joined, proved
+from hybridtrain.pipelined.replicas import Replicas
+from hybridtrain.pipelined.steps import Kind, Step
+from hybridtrain.world import World
+
+log = logging.getLogger("hybridtrain")
+
+Forward = Callable[..., Any]
+
+
+class _Here(threading.local):
+    runs_plainly = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Lets forwards of pipelined models in the block run as they are, in this thread."""
+    before, _here.runs_plainly = _here.runs_plainly, True
+    try:
+        yield
+    finally:
+        _here.runs_plainly = before
+
+
+class Runner:
+    """Runs the calls of one pipelined model.
+
+    Args:
+        net: the model.
+        launch: the launcher's facts about this process.
+        nb_part: the number of devices.
+        devices: as in `World.from_env`.
+        options: how to split and run the model.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        launch: Launch,
+        nb_part: int,
+        devices: Any,
+        options: PipelineOptions,
+    ) -> None:
+        self.net = net
+        self.options = options
+        self.world = World.of_replica(launch, torch.cuda.device_count(), nb_part, devices)
+        self.replicas = Replicas(net, launch.size)
+        self._model: HybridModel | None = None
+        self._objects: list[int] = []
+        self._kinds: dict[Hashable, Kind] = {}
+        self._has_begun = False
+
+    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the output of a call of the model.
+
+        Args:
+            forward: the forward, as assigned to `model.forward`.
+            args: the arguments by position.
+            kwargs: the arguments by name.
+        """
+        if _here.runs_plainly or net_of_trip() is not None:
+            return forward(*args, **kwargs)
+        refuse_wrapped()
+        with plainly():
+            return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        net = self.net
+        wants_gradients = torch.is_grad_enabled() and (
+            any(parameter.requires_grad for parameter in net.parameters())
+            or any(isinstance(v, Tensor) and v.requires_grad for v in (*args, *kwargs.values()))
+        )
+        learns = net.training and wants_gradients
+        # without labels, a model in evaluation mode may be asked for its keys and values
+        wants_cache = asks_for_cache(kwargs) or (
+            not learns
+            and kwargs.get("use_cache") is None
+            and kwargs.get("labels") is None
+            and bool(getattr(getattr(net, "config", None), "use_cache", False))
+            and takes_cache(net)
+        )
+        if wants_cache and not learns:
+            return self._run_uncut(forward, args, kwargs)
+        call = call_of(net, forward, args, kwargs, self.options.chunks, not wants_cache)
+        model = self._pipeline(call)
+        key = call.kind, net.training, wants_gradients, getattr(forward, "__func__", forward)
+        kind = self._kinds.setdefault(key, Kind())
+        model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
+        if kind.join is None and len(call.sizes) > 1:
+            kind.join = self._proved(model, call)
+        if not wants_gradients:
+            return self._evaluate(model, call, kind)
+        self.replicas.begin_step()
+        return Step(model, call, kind, self.replicas.finish_step).run()
+
+    def _pipeline(self, call: Call) -> HybridModel:
+        """Returns the pipeline of the model as it is now."""
+        objects = list(map(id, (*self.net.modules(), *self.net.parameters())))
+        if self._model is None or objects != self._objects:
+            if not self._has_begun:
+                self.replicas.begin()
+                self._has_begun = True
+            rng = None if self._model is None else self._model.rng.step
+            self._model = HybridModel(self.net, self.world, self.options)
+            self._model.split_for(Microbatch(call.cut()[0]))
+            self._model.rng.step = rng or 0
+            self._objects = objects
+            self._kinds.clear()
+            log.info("pipelined(%s): %s", type(self.net).__name__, self._model.plan)
+        return self._model
+
+    def _proved(self, model: HybridModel, call: Call) -> Join:
+        def run(inputs: Any) -> Any:
+            return model.run_microbatches([inputs], _as_it_is, trains=False)[0]
+
+        with torch.no_grad(), model.evaluating(), torch.random.fork_rng():
+            return proved(call, run)
+
+    def _evaluate(self, model: HybridModel, call: Call, kind: Kind) -> Any:
+        parts = call.cut()
+        outputs = model.run_microbatches(parts, _as_it_is, trains=False)
+        if len(outputs) == 1:
+            return outputs[0]
+        columns, spec = [], None
+        for output in outputs:
+            leaves, spec = tree_flatten(output)
+            columns.append(leaves)
+        assert spec is not None
+        assert kind.join is not None
+        return tree_unflatten(joined(spec, columns, kind.join.weights(parts, call.sizes)), spec)
+
+    def _run_uncut(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a call as one micro-batch, device after device, such as a step of `generate()`."""
+        if self._model is None or len(set(self.world.devices)) == 1:
+            return forward(*args, **kwargs)
+        call = call_of(self.net, forward, args, dict(kwargs), 1, False)
+        return self._model.run_microbatches([uncut(call.inputs)], _as_it_is, trains=False)[0]
+
+
+def _as_it_is(_: int, output: Any) -> HeadOutput:
+    return HeadOutput(output)
+
+
+def refuse_wrapped() -> None:
+    """Refuses a call from inside of DistributedDataParallel.
+
+    Raises:
+        ConfigError: DDP is around the model, or around a model that contains it.
+    """
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise ConfigError(
+            "DistributedDataParallel cannot be around a pipelined model, nor around a model that "
+            "contains one: remove it, and gradients are averaged over the processes all the same"
+        )
