@@ -98,14 +98,27 @@ def attached(
     }
 
 
+class Late:
+    """The gradients of a micro-batch's outputs, which arrive after its forward.
+
+    An object, because the code between layers copies containers of the arguments that it looks at.
+
+    Attributes:
+        gradients: one for each output of the gate.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor | None] = []
+
+
 class Gate(torch.autograd.Function):
-    """The root of a micro-batch's backward: hands its outputs the gradients in a box."""
+    """The root of a micro-batch's backward, which hands its outputs their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, box: list[Tensor | None], *outputs: Tensor) -> Tensor:  # noqa: D102
-        ctx.box = box
+    def forward(ctx: Any, late: Late, *outputs: Tensor) -> Tensor:  # noqa: D102
+        ctx.late = late
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:  # noqa: D102
-        return None, *ctx.box
+        return None, *ctx.late.gradients

@@ -34,7 +34,7 @@ from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, setting
 from hybridtrain.loss import zero_of
 from hybridtrain.pipeline import HeadOutput, HeldGraphs
-from hybridtrain.pipelined.attach import Gate, attached
+from hybridtrain.pipelined.attach import Gate, Late, attached
 from hybridtrain.pipelined.calls import Call
 from hybridtrain.pipelined.joining import Join, joined
 
@@ -111,11 +111,11 @@ class Step:
                 return self._deliver(arrived, loss, factor, gradients)
 
         else:
-            boxes, held, columns = self._run_forwards()
+            late, held, columns = self._run_forwards()
 
             def backward(arrived: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
                 kind.note(arrived)
-                return self._run_backwards(arrived, boxes, held)
+                return self._run_backwards(arrived, late, held)
 
         assert self._spec is not None
         leaves = joined(self._spec, columns, self._weights or [None] * len(columns[0]))
@@ -126,23 +126,23 @@ class Step:
 
     # --- all outputs attached
 
-    def _run_forwards(self) -> tuple[list[list[Tensor | None]], HeldGraphs, list[list[Any]]]:
-        boxes: list[list[Tensor | None]] = [[] for _ in self._parts]
+    def _run_forwards(self) -> tuple[list[Late], HeldGraphs, list[list[Any]]]:
+        late = [Late() for _ in self._parts]
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             leaves = self._leaves_of(microbatch, output)
-            root = Gate.apply(boxes[microbatch], *(leaves[place] for place in self._places))
+            root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
             return HeadOutput(list(map(_detached, leaves)), root, torch.ones_like(root))
 
         columns, held = self._model.run_forwards(self._parts, head)
-        return boxes, held, columns
+        return late, held, columns
 
     def _run_backwards(
-        self, arrived: Mapping[int, Tensor], boxes: list[list[Tensor | None]], held: HeldGraphs
+        self, arrived: Mapping[int, Tensor], late: list[Late], held: HeldGraphs
     ) -> Sequence[Tensor | None]:
         for place in self._places:
-            for box, gradient in zip(boxes, self._cut(place, arrived.get(place)), strict=True):
-                box.append(gradient)
+            for of_part, gradient in zip(late, self._cut(place, arrived.get(place)), strict=True):
+                of_part.gradients.append(gradient)
         self._model.run_backwards(held)
         self._finish()
         return self._call.joined_gradients(self._leaves)
@@ -196,8 +196,8 @@ class Step:
         if set(arrived) != {loss}:
             gradients.clear()
             with self._again():
-                boxes, held, _ = self._run_forwards()
-            return self._run_backwards(arrived, boxes, held)
+                late, held, _ = self._run_forwards()
+            return self._run_backwards(arrived, late, held)
         factor = float(arrived[loss])
         parameters = self._model.net.parameters()
         add(list(parameters), gradients, 1.0 if factor == used else factor / used)
