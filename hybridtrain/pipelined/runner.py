@@ -60,6 +60,11 @@ class Runner:
         nb_part: the number of devices.
         devices: as in `World.from_env`.
         options: how to split and run the model.
+
+    Attributes:
+        world: the devices.
+        replicas: the copies of the model in other processes.
+        is_one_of_several: whether the launcher has started several processes.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Runner:
         self.net = net
         self.options = options
         self.world = World.of_replica(launch, torch.cuda.device_count(), nb_part, devices)
+        self.is_one_of_several = launch.size > 1
         self.replicas = Replicas(net, launch.size)
         self._model: HybridModel | None = None
         self._objects: list[int] = []

@@ -178,6 +178,12 @@ def swap(net: nn.Module, runner: Runner) -> None:
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
     }
+    if len(set(runner.world.devices)) > 1 and not runner.is_one_of_several:
+        # How a model tells Accelerate and transformers that it is on several devices, so that they
+        # neither move it nor wrap it in DataParallel. In several processes they refuse such models.
+        body["hf_device_map"] = {
+            f"stage {stage}": device for stage, device in enumerate(runner.world.devices)
+        }
     make: Any = type(plain)  # a model's class may have a metaclass
     _CLASS.__set__(net, make(plain.__name__, (plain,), body))
 

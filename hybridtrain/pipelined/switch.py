@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from hybridtrain import integrations
 from hybridtrain._base.devices import DeviceSpec
 from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain.errors import ConfigError, argument
@@ -66,6 +67,7 @@ def pipelined(
     launch = detect(os.environ)
     count = _devices_of(launch, plain_numbers(nb_part), devices)
     swap(model, Runner(model, launch, count, devices, options))
+    integrations.install(averages_gradients)
     return model
 
 
@@ -79,6 +81,30 @@ def unpipelined(model: Net) -> Net:
 def is_pipelined(model: nn.Module) -> bool:
     """Returns whether `model` itself has been pipelined, not a module inside of it."""
     return runner_of(model) is not None
+
+
+def averages_gradients(model: nn.Module) -> bool:
+    """Returns whether a model is pipelined, or is a wrapper around pipelined models.
+
+    Raises:
+        ConfigError: a wrapper has trained parameters of its own, which would not be averaged.
+    """
+    inside = [part for part in model.modules() if is_pipelined(part)]
+    if not inside:
+        return False
+    averaged = {id(parameter) for part in inside for parameter in part.parameters()}
+    others = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in averaged
+    ]
+    if others and detect(os.environ).size > 1:
+        raise ConfigError(
+            f"{type(model).__name__} contains a pipelined model, and trains {others[0]} outside of "
+            "it, whose gradient would not be averaged over the processes: call pipelined on a "
+            "module that contains all trained parameters"
+        )
+    return True
 
 
 def _devices_of(launch: Launch, nb_part: int | None, devices: DeviceSpec) -> int:

@@ -116,7 +116,7 @@ def test_an_encoder_and_a_decoder_that_generate_in_their_evaluation(tmp_path):
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole = run(tmp_path / "whole", llama(), piped)
     (first,) = sorted((tmp_path / "whole").glob("checkpoint-3"))
-    log, weights = run(tmp_path / "again", llama(), piped, resume=str(first))
+    _, weights = run(tmp_path / "again", llama(), piped, resume=str(first))
     torch.testing.assert_close(weights, whole[1], rtol=0, atol=0)
 
 
