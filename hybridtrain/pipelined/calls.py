@@ -139,6 +139,8 @@ def call_of(
     if chunks > 1 and samples > 1:
         values = _with_shared_rows(values, samples)
         sizes = chunk_sizes(batch_size(values), chunks)
+    elif any(tensor.dim() and len(tensor) != samples for tensor in tensors):
+        values = tree_map_only(Tensor, shared, values)  # such as the lengths of packed sequences
     entering = [tensor for tensor in tensors if tensor.requires_grad]
     return Call(values, sizes, _kind(values, len(sizes) > 1), entering)
 

@@ -14,9 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.launch import Launch
 
 # Gradients are averaged in pieces, which bounds the memory for them.
 _PIECE_BYTES = 2**26
+
+
+def processes_of(launched: int) -> int:
+    """Returns the number of processes that train: of the default group, or of the launcher."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return launched
 
 
 class Replicas:
@@ -24,24 +32,31 @@ class Replicas:
 
     Args:
         net: this process's copy.
-        size: the number of processes that the launcher has started.
+        launch: the launcher's facts about this process.
 
     Attributes:
         averages: whether the end of a backward averages the gradients; see `no_sync`.
     """
 
-    def __init__(self, net: nn.Module, size: int) -> None:
+    def __init__(self, net: nn.Module, launch: Launch) -> None:
         self._net = net
-        self._size = size
+        self._launch = launch
         self.averages = True
+
+    @property
+    def rank(self) -> int:
+        """The index of this process's copy."""
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank()
+        return self._launch.rank
 
     @property
     def _are_several(self) -> bool:
         if dist.is_available() and dist.is_initialized():
             return dist.get_world_size() > 1
-        if self._size > 1:
+        if self._launch.size > 1:
             raise ConfigError(
-                f"the launcher has started {self._size} processes, but they have no process group, "
+                f"the launcher has started {self._launch.size} processes, but they have no process group, "
                 "so gradients could not be averaged: create the trainer (or an Accelerator, or "
                 "Fabric) before the first step, or call torch.distributed.init_process_group()"
             )

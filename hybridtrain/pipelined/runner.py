@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ from hybridtrain.pipelined.steps import Kind, Step
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
+
+_ONE_ROW = (
+    "pipelined(%s): this batch has one row, so one device works at a time. A larger batch per "
+    "device is cut into micro-batches; sequences that are packed into one row are not (for TRL's "
+    "packing, set packing_strategy='wrapped')"
+)
 
 Forward = Callable[..., Any]
 
@@ -79,11 +86,11 @@ class Runner:
         self.options = options
         self.world = World.of_replica(launch, torch.cuda.device_count(), nb_part, devices)
         self.is_one_of_several = launch.size > 1
-        self.replicas = Replicas(net, launch.size)
+        self.replicas = Replicas(net, launch)
         self._model: HybridModel | None = None
         self._objects: list[int] = []
         self._kinds: dict[Hashable, Kind] = {}
-        self._has_begun = False
+        self._has_begun = self._says_one_row = False
 
     def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the output of a call of the model.
@@ -120,6 +127,9 @@ class Runner:
         model = self._pipeline(call)
         key = call.kind, net.training, wants_gradients, getattr(forward, "__func__", forward)
         kind = self._kinds.setdefault(key, Kind())
+        if call.samples == 1 < self.options.chunks and not self._says_one_row:
+            self._says_one_row = True
+            log.warning(_ONE_ROW, type(net).__name__)
         model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if kind.join is None and len(call.sizes) > 1:
             kind.join = self._proved(model, call)
@@ -134,6 +144,8 @@ class Runner:
         if self._model is None or objects != self._objects:
             if not self._has_begun:
                 self.replicas.begin()
+                # some trainers launch processes themselves, after pipelined(model)
+                self.world = replace(self.world, rank=self.replicas.rank)
                 self._has_begun = True
             rng = None if self._model is None else self._model.rng.step
             self._model = HybridModel(self.net, self.world, self.options)

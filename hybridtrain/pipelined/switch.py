@@ -14,6 +14,7 @@ from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.launch import Launch, detect
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.pipelined.replicas import processes_of
 from hybridtrain.pipelined.runner import Runner
 from hybridtrain.pipelined.surface import restore, runner_of, swap
 
@@ -98,7 +99,7 @@ def averages_gradients(model: nn.Module) -> bool:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and id(parameter) not in averaged
     ]
-    if others and detect(os.environ).size > 1:
+    if others and processes_of(detect(os.environ).size) > 1:
         raise ConfigError(
             f"{type(model).__name__} contains a pipelined model, and trains {others[0]} outside of "
             "it, whose gradient would not be averaged over the processes: call pipelined on a "

@@ -11,6 +11,7 @@ from support.launch import Cells
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import pipelined
 from hybridtrain.errors import ConfigError
@@ -114,7 +115,7 @@ def _(world):
 
     def run(wrap):
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-        data = torch.utils.data.DataLoader(Texts(24), 3, collate_fn=padded)
+        data = DataLoader(Texts(24), 3, collate_fn=padded)
         net = wrap(llama())
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         net, optimizer, data = accelerator.prepare(net, optimizer, data)
@@ -177,6 +178,70 @@ def _(world):
     net = nn.Sequential(pipelined(make(), devices=DEVICES), nn.Linear(3, 3))
     with pytest.raises(ConfigError, match=r"trains 1.weight outside of it"):
         accelerate.Accelerator(cpu=True).prepare(net)
+
+
+def samples():
+    g = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(24, 6, generator=g), torch.randint(3, (24,), generator=g))
+
+
+@cells.add("Fabric's loop equals the same with DistributedDataParallel")
+def _(world):
+    lightning = pytest.importorskip("lightning")
+
+    def run(wrap):
+        fabric = lightning.Fabric(accelerator="cpu", devices=world.size, strategy="ddp")
+        fabric.launch()
+        net = wrap(make())
+        net, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        data = fabric.setup_dataloaders(DataLoader(samples(), 4))
+        for number, (x, labels) in enumerate(data):
+            with fabric.no_backward_sync(net, enabled=number % 2 == 0):
+                fabric.backward(F.cross_entropy(net(x), labels) / 2)
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return net.state_dict()
+
+    plain = run(lambda net: net)
+    piped = run(lambda net: pipelined(net, devices=DEVICES, chunks=3))
+    torch.testing.assert_close(piped, plain, **CLOSE)
+
+
+@cells.add("Lightning's Trainer equals the same with DistributedDataParallel")
+def _(world):
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, index):
+            return F.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def run(wrap):
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            devices=world.size,
+            strategy="ddp",
+            accumulate_grad_batches=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        module = Module(wrap(make()))
+        trainer.fit(module, DataLoader(samples(), 4))
+        return module.state_dict()
+
+    plain = run(lambda net: net)
+    piped = run(lambda net: pipelined(net, devices=DEVICES, chunks=3))
+    torch.testing.assert_close(piped, plain, **CLOSE)
 
 
 if __name__ == "__main__":
