@@ -56,9 +56,9 @@ class Replicas:
             return dist.get_world_size() > 1
         if self._launch.size > 1:
             raise ConfigError(
-                f"the launcher has started {self._launch.size} processes, but they have no process group, "
-                "so gradients could not be averaged: create the trainer (or an Accelerator, or "
-                "Fabric) before the first step, or call torch.distributed.init_process_group()"
+                f"the launcher has started {self._launch.size} processes, but they have no process "
+                "group, so gradients could not be averaged: create the trainer (or an Accelerator, "
+                "or Fabric) before the first step, or call torch.distributed.init_process_group()"
             )
         return False
 

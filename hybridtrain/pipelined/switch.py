@@ -14,6 +14,7 @@ from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.launch import Launch, detect
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.pipelined.device_map import take_device_map
 from hybridtrain.pipelined.replicas import processes_of
 from hybridtrain.pipelined.runner import Runner
 from hybridtrain.pipelined.surface import restore, runner_of, swap
@@ -35,7 +36,8 @@ def pipelined(
 
     The same object comes back. Its calls, `model(...)`, run as a pipeline of micro-batches; outputs
     and gradients are those of the batch, so the trainer or the loop does not change. The model is
-    split at its first call, and moved to the devices of its stages.
+    split at its first call, and moved to the devices of its stages. Where accelerate has put it on
+    several devices (`device_map="balanced"`), it stays there, and the map is the split.
 
     Args:
         model: any module.
@@ -64,9 +66,16 @@ def pipelined(
             "this model is pipelined already: call unpipelined(model) before pipelined(model) "
             "with other settings"
         )
-    options = with_settings(PipelineOptions(), {"chunks": plain_numbers(chunks), **settings})
-    launch = detect(os.environ)
-    count = _devices_of(launch, plain_numbers(nb_part), devices)
+    settings["chunks"] = plain_numbers(chunks)
+    with_settings(PipelineOptions(), settings)  # a wrong one is an error before anything changes
+    launch, nb_part = detect(os.environ), plain_numbers(nb_part)
+    if (placed := take_device_map(model)) is not None:
+        devices = devices or placed.devices
+        nb_part = nb_part or len(placed.devices)
+        if nb_part == len(placed.devices):
+            settings.setdefault("split", placed.first_modules)
+    options = with_settings(PipelineOptions(), settings)
+    count = _devices_of(launch, nb_part, devices)
     swap(model, Runner(model, launch, count, devices, options))
     integrations.install(averages_gradients)
     return model
