@@ -150,7 +150,8 @@ def asks_for_cache(kwargs: dict[str, Any]) -> bool:
 
     They belong to the whole batch, so the call is not cut.
     """
-    return bool(kwargs.get("use_cache")) or kwargs.get("past_key_values") is not None
+    given = (kwargs.get(name) for name in ("past_key_values", "cache"))
+    return bool(kwargs.get("use_cache")) or any(value is not None for value in given)
 
 
 def takes_cache(net: nn.Module) -> bool:

@@ -6,7 +6,9 @@ map has put them: a stage begins at the first module of each further device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +65,5 @@ def _device(value: Any) -> torch.device:
 
 
 def _remove_hooks(module: nn.Module) -> None:
-    try:
-        from accelerate.hooks import remove_hook_from_module
-    except ImportError:  # then nothing has set any
-        return
-    remove_hook_from_module(module, recurse=True)
+    if "accelerate" in sys.modules:  # or nothing has set any
+        import_module("accelerate.hooks").remove_hook_from_module(module, recurse=True)

@@ -8,7 +8,8 @@ it is measured, once for each kind of call, in evaluation mode:
     forward(batch)  =  w0 forward(first sample)  +  w1 forward(the other samples)
 
 with weights by one of the `_RULES`. If the call has labels, all but a few are ignored in this
-comparison, so that every rule gives other weights. A number that follows no rule is refused.
+comparison, so that every rule gives other weights. Where several rules still give that number, the
+gradient decides. A number that follows no rule is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,22 +141,35 @@ def _weights(rule: str, parts: Sequence[Any], sizes: Sequence[int]) -> list[floa
     return [number / total for number in numbers]
 
 
-def proved(call: Call, run: Callable[[Any], Any]) -> Join:
+class Runs(NamedTuple):
+    """How `proved` runs the model, in evaluation mode.
+
+    Attributes:
+        output: returns the output for some inputs.
+        gradient: returns some elements of the gradient of an output's leaf, by its number, for some
+            inputs; None if the leaf has none.
+    """
+
+    output: Callable[[Any], Any]
+    gradient: Callable[[int, Any], Tensor | None]
+
+
+def proved(call: Call, runs: Runs) -> Join:
     """Returns how to join the outputs of micro-batches; compares two parts with the batch.
 
     Args:
         call: a call of two samples or more.
-        run: returns the output of the model, in evaluation mode, for some inputs.
+        runs: the model.
 
     Raises:
         BatchError: the output of the batch is not that of its samples; the message names the leaf.
     """
     sizes = [1, call.samples - 1]
-    probe = replace(call, inputs=_with_few_labels(call))
+    few = replace(call, inputs=_with_few_labels(call))
     try:
-        parts, whole, *outputs = _outputs(probe, sizes, run)
+        inputs, whole, *outputs = _outputs(few, sizes, runs)
     except Exception:  # of a loss that takes all labels for classes
-        parts, whole, *outputs = _outputs(call, sizes, run)
+        inputs, whole, *outputs = _outputs(call, sizes, runs)
     leaves_of(whole)
     leaves, spec = tree_flatten(whole)
     columns = []
@@ -173,7 +188,8 @@ def proved(call: Call, run: Callable[[Any], Any]) -> Join:
     for number, (leaf, *of_parts) in enumerate(zip(leaves, *columns, strict=True)):
         rule = None
         if isinstance(leaf, Tensor) and not leaf.dim():
-            rule = _rule(leaf, of_parts, parts, sizes, is_half, output_place(whole, number))
+            compared = _Number(inputs, sizes, is_half, output_place(whole, number))
+            rule = compared.rule([leaf, *of_parts], partial(runs.gradient, number))
         elif isinstance(leaf, Tensor):
             _check_same(leaf, of_parts, sizes, is_half, output_place(whole, number))
         elif not all(same_constant(leaf, other) for other in of_parts):
@@ -185,50 +201,92 @@ def proved(call: Call, run: Callable[[Any], Any]) -> Join:
     return Join(spec, rules)
 
 
-def _outputs(call: Call, sizes: Sequence[int], run: Callable[[Any], Any]) -> list[Any]:
-    """Returns the inputs of the parts, then the outputs of the batch and of the parts."""
-    parts = call.cut(sizes)
-    return [parts, *map(run, [call.cut([call.samples])[0], *parts])]
+def _outputs(call: Call, sizes: Sequence[int], runs: Runs) -> list[Any]:
+    """Returns the inputs of the batch and of the parts, and then the output of each."""
+    inputs = [call.cut([call.samples])[0], *call.cut(sizes)]
+    return [inputs, *map(runs.output, inputs)]
 
 
 _WAY_OUT = f"Return a tensor with the samples in dim 0, or set {setting('chunks', 1)}"
 
 
-def _rule(
-    whole: Tensor,
-    of_parts: Sequence[Tensor],
-    parts: Sequence[Any],
-    sizes: Sequence[int],
-    is_half: bool,
-    place: str,
-) -> str:
-    """Returns the name of the rule that a number follows.
+class _Number:
+    """Finds the rule of a number.
 
-    Raises:
-        BatchError: it follows none.
+    Args:
+        inputs: the inputs of the batch and of its parts.
+        sizes: the number of samples of each part.
+        is_half: whether values are in half precision.
+        place: the name of the number, for messages.
     """
-    value, *values = (float(t) for t in (whole, *of_parts))
-    fits: dict[str, float] = {}
-    for rule, count in _RULES.items():
-        if any(count(part, size) is None for part, size in zip(parts, sizes, strict=True)):
-            continue
-        weights = _weights(rule, parts, sizes)
-        terms = [w * v for w, v in zip(weights, values, strict=True) if w]
-        scale = max([abs(value), *map(abs, terms)]) or 1.0
-        error = abs(value - sum(terms)) / scale
-        fits[rule] = error if math.isfinite(error) else math.inf
-    best = min(fits, key=lambda rule: fits[rule])
-    if fits[best] <= (_EXACT_IN_HALF if is_half else _EXACT):
-        # the first of those that fit as well: all give the same weights
-        return next(rule for rule, error in fits.items() if error <= max(2 * fits[best], 1e-7))
-    of = " and ".join(f"{number:.7g}" for number in values)
-    raise BatchError(
-        f"{place} of {sum(sizes)} samples is {value:.7g}, and {of} for the first and for the other "
-        f"samples: it is neither {', nor '.join(fits)}, so micro-batches would give another "
-        "gradient than the batch. Compute the loss outside of the model from outputs of its "
-        "samples, disable additional terms of the loss (of a router, a z-loss), or set "
-        f"{setting('chunks', 1)}"
-    )
+
+    def __init__(
+        self, inputs: Sequence[Any], sizes: Sequence[int], is_half: bool, place: str
+    ) -> None:
+        self._inputs, self._sizes, self._place = inputs, sizes, place
+        self._limit = _EXACT_IN_HALF if is_half else _EXACT
+        parts = inputs[1:]
+        self._weights = {
+            rule: _weights(rule, parts, sizes)
+            for rule, count in _RULES.items()
+            if all(count(x, size) is not None for x, size in zip(parts, sizes, strict=True))
+        }
+
+    def rule(self, values: Sequence[Tensor], gradient: Callable[[Any], Tensor | None]) -> str:
+        """Returns the name of the rule that the number follows.
+
+        Args:
+            values: the number of the batch, and of each part.
+            gradient: returns its gradient for some inputs. It decides between rules that give the
+                same number, such as for a classifier that is zero at its start.
+
+        Raises:
+            BatchError: it follows none.
+        """
+        fitting = self._fitting([value.detach().double().reshape(1) for value in values])
+        if not fitting:
+            of = " and ".join(f"{float(value):.7g}" for value in values[1:])
+            raise BatchError(
+                f"{self._place} of {sum(self._sizes)} samples is {float(values[0]):.7g}, and {of} "
+                f"for the first and for the other samples: it is neither "
+                f"{', nor '.join(self._weights)}, so micro-batches would give another gradient "
+                "than the batch. Compute the loss outside of the model from outputs of its "
+                "samples, disable additional terms of the loss (of a router, a z-loss), or set "
+                f"{setting('chunks', 1)}"
+            )
+        if self._agree(fitting):
+            return fitting[0]
+        gradients = [gradient(inputs) for inputs in self._inputs]
+        if any(g is None for g in gradients):
+            return fitting[0]  # nobody trains on it
+        by_gradient = self._fitting([g for g in gradients if g is not None])
+        decided = [rule for rule in fitting if rule in by_gradient]
+        if decided and self._agree(decided):
+            return decided[0]
+        raise BatchError(
+            f"{self._place} may be {', or '.join(decided or fitting)}: these samples do not tell. "
+            "Compute the loss outside of the model from outputs of its samples, begin with a batch "
+            f"whose samples have other labels, or set {setting('chunks', 1)}"
+        )
+
+    def _agree(self, rules: Sequence[str]) -> bool:
+        """Returns whether rules give the same weights."""
+        first = self._weights[rules[0]]
+        return all(self._weights[rule] == first for rule in rules)
+
+    def _fitting(self, values: Sequence[Tensor]) -> list[str]:
+        """Returns the rules by which the parts add up to the batch, the best and similar ones."""
+        whole, *parts = values
+        errors: dict[str, float] = {}
+        for rule, weights in self._weights.items():
+            terms = [w * v for w, v in zip(weights, parts, strict=True) if w]
+            scale = max(float(term.norm()) for term in (whole, *terms)) or 1.0
+            error = float((whole - torch.stack(terms).sum(0)).norm()) / scale if terms else math.inf
+            errors[rule] = error if math.isfinite(error) else math.inf
+        best = min(errors.values())
+        # rounding explains the rest of the error where the best rule has some of it
+        limit = min(self._limit, max(10 * best, 1e-6))
+        return [rule for rule, error in errors.items() if error <= limit]
 
 
 def _check_same(

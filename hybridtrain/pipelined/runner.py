@@ -25,9 +25,9 @@ from hybridtrain.model import HybridModel
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline import HeadOutput, net_of_trip
 from hybridtrain.pipelined.calls import Call, asks_for_cache, call_of, takes_cache
-from hybridtrain.pipelined.joining import Join, joined, proved
+from hybridtrain.pipelined.joining import Join, Runs, joined, proved
 from hybridtrain.pipelined.replicas import Replicas
-from hybridtrain.pipelined.steps import Kind, Step
+from hybridtrain.pipelined.steps import Kind, Step, gradient_of_number
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
@@ -126,7 +126,9 @@ class Runner:
         call = call_of(net, forward, args, kwargs, self.options.chunks, not wants_cache)
         model = self._pipeline(call)
         key = call.kind, net.training, wants_gradients, getattr(forward, "__func__", forward)
-        kind = self._kinds.setdefault(key, Kind())
+        kind = self._kinds.setdefault(key, Kind(self.options.schedule))
+        if wants_gradients:
+            refuse_hooks(net)
         if call.samples == 1 < self.options.chunks and not self._says_one_row:
             self._says_one_row = True
             log.warning(_ONE_ROW, type(net).__name__)
@@ -157,11 +159,19 @@ class Runner:
         return self._model
 
     def _proved(self, model: HybridModel, call: Call) -> Join:
-        def run(inputs: Any) -> Any:
-            return model.run_microbatches([inputs], _as_it_is, trains=False)[0]
+        def output(inputs: Any) -> Any:
+            with torch.no_grad():
+                return model.run_microbatches([inputs], _as_it_is, trains=False)[0]
 
-        with torch.no_grad(), model.evaluating(), torch.random.fork_rng():
-            return proved(call, run)
+        def gradient(number: int, inputs: Any) -> Tensor | None:
+            return gradient_of_number(model, inputs, number)
+
+        step = model.rng.step
+        try:
+            with model.evaluating(), torch.random.fork_rng():
+                return proved(call, Runs(output, gradient))
+        finally:
+            model.rng.step = step
 
     def _evaluate(self, model: HybridModel, call: Call, kind: Kind) -> Any:
         parts = call.cut()
@@ -186,6 +196,21 @@ class Runner:
 
 def _as_it_is(_: int, output: Any) -> HeadOutput:
     return HeadOutput(output)
+
+
+def refuse_hooks(net: nn.Module) -> None:
+    """Refuses hooks that run once a gradient is complete, such as those of layerwise optimizers.
+
+    Raises:
+        ConfigError: a parameter has such a hook; each micro-batch adds to the gradient.
+    """
+    for name, parameter in net.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{name} has a hook that runs when its gradient is complete "
+                "(register_post_accumulate_grad_hook), and would run it for each micro-batch: use "
+                "an optimizer that steps after the backward (not a layerwise one)"
+            )
 
 
 def refuse_wrapped() -> None:

@@ -19,6 +19,7 @@ forwards run again: draws by place make them the same.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._base.precision import ThreadState
@@ -46,11 +47,17 @@ if TYPE_CHECKING:
     from hybridtrain.model import HybridModel
 
 
+log = logging.getLogger("hybridtrain")
+
+_SEVERAL = "outputs other than the loss of the model get gradients"
+
+
 @dataclass
 class Kind:
     """What is known about a kind of call.
 
     Attributes:
+        schedule: the name of the schedule, for the log.
         join: how its outputs are joined.
         loss: the number of the output that alone got a gradient in the last backward; None: not
             known, or several did.
@@ -58,6 +65,7 @@ class Kind:
         is_mixed: whether an output other than the loss has got a gradient.
     """
 
+    schedule: str
     join: Join | None = None
     loss: int | None = None
     factor: float = 1.0
@@ -67,8 +75,12 @@ class Kind:
         """Notes which outputs got gradients in a backward."""
         (number, gradient), *others = gradients.items()
         if others or gradient.dim():
+            if not self.is_mixed:
+                log.info("forwards first, then backwards: %s", _SEVERAL)
             self.loss, self.is_mixed = None, True
         elif not self.is_mixed:
+            if self.loss is None:
+                log.info("schedule=%s: only the loss of the model gets a gradient", self.schedule)
             self.loss, self.factor = number, usable(float(gradient))
 
 
@@ -173,16 +185,8 @@ class Step:
             gradient = torch.full_like(root, weights[microbatch] * factor if root.dim() == 0 else 1)
             return HeadOutput(list(map(_detached, leaves)), root, gradient)
 
-        parameters = list(self._model.net.parameters())
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
+        with own_gradients(self._model.net) as gradients:
             columns = self._model.run_microbatches(self._parts, head, trains=True, sync=False)
-            gradients = [parameter.grad for parameter in parameters]
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
         return gradients, columns
 
     def _deliver(
@@ -236,6 +240,59 @@ class Step:
             if weights is not None and not weights[microbatch]:
                 leaves[place] = zero_of(output)  # the mean over no items would be NaN
         return leaves
+
+
+@contextmanager
+def own_gradients(net: nn.Module) -> Iterator[list[Tensor | None]]:
+    """Lets the backward in the block begin without gradients; then restores those from before.
+
+    Yields:
+        a list that holds the gradients of the parameters after the block.
+    """
+    parameters = list(net.parameters())
+    before = [parameter.grad for parameter in parameters]
+    gradients: list[Tensor | None] = []
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield gradients
+        gradients += [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+# Enough elements of a gradient to compare.
+_COMPARED = 2**20
+
+
+def gradient_of_number(model: HybridModel, inputs: Any, number: int) -> Tensor | None:
+    """Returns some elements of the gradient of a number among the outputs, of shape (n,).
+
+    None: it depends on no trained parameter.
+
+    Args:
+        model: the pipeline.
+        inputs: the inputs of one micro-batch.
+        number: the index of the number among the leaves of the output.
+    """
+
+    def head(_: int, output: Any) -> HeadOutput:
+        leaf = tree_flatten(output)[0][number]
+        if not leaf.requires_grad:
+            return HeadOutput(None, zero_of(output), torch.ones(()))
+        return HeadOutput(leaf.detach(), leaf, torch.ones_like(leaf))
+
+    with own_gradients(model.net) as gradients:
+        (value,), held = model.run_forwards([inputs], head)
+        model.run_backwards(held)
+    if value is None:
+        return None
+    pieces: list[Tensor] = []
+    for gradient in reversed(gradients):  # from the last layers, which are rarely all zero
+        if gradient is not None and sum(map(len, pieces)) < _COMPARED:
+            pieces.append(gradient.detach().reshape(-1)[:_COMPARED].double().cpu())
+    return torch.cat(pieces) if pieces else None
 
 
 def _detached(leaf: Any) -> Any:

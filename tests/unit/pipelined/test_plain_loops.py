@@ -91,6 +91,19 @@ def test_a_mean_over_labels_weights_micro_batches_by_their_labels():
     assert_trains_alike(WithLoss, inside, ignored=True)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_is_the_same_number_for_all_samples_at_the_start(reduction):
+    """Only its gradient tells what it is a mean of."""
+
+    def zero_at_the_start():
+        net = WithLoss(reduction=reduction)
+        nn.init.zeros_(net.body[-1].weight)
+        nn.init.zeros_(net.body[-1].bias)
+        return net
+
+    assert_trains_alike(zero_at_the_start, inside, ignored=True)
+
+
 def test_two_losses_and_a_weight():
     def backward(net, x, labels, step):
         output = net(x, labels=labels)
@@ -120,6 +133,31 @@ def test_an_output_that_gets_a_gradient_later():
         return loss
 
     assert_trains_alike(WithLoss, backward, steps=6)
+
+
+def test_the_log_says_which_form_runs(caplog):
+    net = pipelined(WithLoss(), nb_part=2, chunks=4, schedule="zb-h1")
+    with caplog.at_level("INFO", "hybridtrain"):
+        for step, (x, labels) in enumerate(batches(4)):
+            output = net(x, labels=labels)
+            (output["loss"] + (output["logits"].sum() if step == 3 else 0.0)).backward()
+    said = [r.getMessage() for r in caplog.records if "gradient" in r.getMessage()]
+    assert ["schedule=zb-h1: only" in said[0], "forwards first" in said[1], len(said)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_other_schedules(schedule):
+    plain = train(WithLoss(), inside)
+    piped = train(pipelined(WithLoss(), nb_part=2, chunks=4, schedule=schedule), inside)
+    torch.testing.assert_close(piped, plain, **CLOSE)
+
+
+@pytest.mark.parametrize("backward", [inside, outside])
+def test_several_stages_per_device(backward):
+    make = WithLoss if backward is inside else mlp
+    settings = {"schedule": "1f1b", "stages_per_device": 2}
+    piped = train(pipelined(make(), nb_part=2, chunks=4, **settings), backward)
+    torch.testing.assert_close(piped, train(make(), backward), **CLOSE)
 
 
 def test_a_loss_that_is_changed_in_place():

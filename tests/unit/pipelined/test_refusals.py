@@ -120,6 +120,26 @@ def test_a_mean_that_the_arguments_do_not_count():
         pipe(Masked())(torch.randn(8, 6), mask)
 
 
+def test_a_hook_that_waits_for_the_whole_gradient():
+    model = pipe()
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigError, match=r"0\.weight has a hook"):
+        model(torch.randn(8, 6))
+
+
+def test_plugins_of_accelerate_that_take_a_model_apart():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = pipe()
+    for plugin in ("FSDP", "DEEPSPEED"):
+        accelerator.state.distributed_type = accelerate.DistributedType[plugin]
+        try:
+            with pytest.raises(ConfigError, match=f"plugin {plugin} cannot be around"):
+                accelerator.prepare(model)
+        finally:
+            accelerator.state.distributed_type = accelerate.DistributedType.NO
+
+
 def test_what_is_not_a_model_and_what_is_pipelined_already():
     with pytest.raises(ConfigError, match="not Linear"):
         pipelined(nn.Linear)
