@@ -10,11 +10,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_structure,
+    tree_unflatten,
+)
 
 from hybridtrain._base.microbatch import (
     as_containers,
@@ -124,25 +131,35 @@ def call_of(
         TypeError: the forward does not take these arguments.
         BatchError: a tensor has another number of samples than others.
     """
-    inputs: Any = _bound(forward, args, kwargs)
-    if isinstance(inputs, dict) and without_cache and takes_cache(net):
-        inputs.setdefault("use_cache", False)
-    leaves_of(inputs)
-    values = as_containers(inputs)
-    if isinstance(values, dict) and len(values) == 1:
-        only = next(iter(values.values()))
-        values = only if type(only) is Tensor else values
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    values: Any = _bound(forward, args, kwargs)
+    if isinstance(values, dict) and without_cache and takes_cache(net):
+        values.setdefault("use_cache", False)
+    is_flat = isinstance(values, dict) and all(type(v) in _FLAT for v in values.values())
+    if not is_flat:
+        leaves_of(values)  # registers dataclasses
+        values = as_containers(values)
+    leaves = list(values.values()) if is_flat else tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     first = next((tensor for tensor in tensors if tensor.dim()), None)
     samples = 1 if first is None else len(first)
-    sizes = [samples]
+    sizes, kind = [samples], _kind(values, leaves)
+    others = [t for t in tensors if t.dim() and len(t) != samples]
     if chunks > 1 and samples > 1:
-        values = _with_shared_rows(values, samples)
-        sizes = chunk_sizes(batch_size(values), chunks)
-    elif any(tensor.dim() and len(tensor) != samples for tensor in tensors):
+        if any(len(tensor) == 1 for tensor in others):
+            values = _with_shared_rows(values, samples)
+        if others or not is_flat:
+            batch_size(values)  # or the error that names the tensor
+        sizes = chunk_sizes(samples, chunks)
+    elif others:
         values = tree_map_only(Tensor, shared, values)  # such as the lengths of packed sequences
+    if is_flat and len(values) == 1 and type(only := next(iter(values.values()))) is Tensor:
+        values = only
     entering = [tensor for tensor in tensors if tensor.requires_grad]
-    return Call(values, sizes, _kind(values, len(sizes) > 1), entering)
+    return Call(values, sizes, (kind, len(sizes) > 1), entering)
+
+
+# Values of arguments that are leaves without a look inside.
+_FLAT = frozenset((Tensor, bool, int, float, str, type(None)))
 
 
 def asks_for_cache(kwargs: dict[str, Any]) -> bool:
@@ -158,7 +175,20 @@ def takes_cache(net: nn.Module) -> bool:
     """Returns whether the forward of a model, or of the model in an adapter, has `use_cache`."""
     base = getattr(net, "get_base_model", None)
     inner = base() if callable(base) else net
-    return "use_cache" in inspect.signature(inner.forward).parameters
+    return "use_cache" in _signature(inner.forward).parameters
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    function = getattr(forward, "__func__", None)
+    if function is None:
+        return inspect.signature(forward)
+    return _signature_of_method(inspect.unwrap(function))
+
+
+@lru_cache(maxsize=64)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _bound(
@@ -168,7 +198,7 @@ def _bound(
 
     Those of a forward that takes `*args` have no names, and are returned as they are.
     """
-    signature = inspect.signature(forward)
+    signature = _signature(forward)
     if args and any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
         if kwargs:
             raise BatchError(
@@ -198,8 +228,7 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _kind(values: Any, is_cut: bool) -> Hashable:
-    leaves, spec = tree_flatten(values)
+def _kind(values: Any, leaves: Sequence[Any]) -> Hashable:
     items = values.get(ITEMS) if isinstance(values, dict) else None
     described: list[Hashable] = []
     for leaf in leaves:
@@ -208,5 +237,7 @@ def _kind(values: Any, is_cut: bool) -> Hashable:
         elif leaf is items or not is_constant(leaf):
             described.append(str(type(leaf)))
         else:
-            described.append((type(leaf), repr(leaf)))
-    return str(spec), tuple(described), is_cut
+            described.append((str(type(leaf)), repr(leaf)))
+    is_flat = isinstance(values, dict) and len(values) == len(leaves)
+    structure = tuple(values) if is_flat else str(tree_structure(values))
+    return structure, tuple(described)

@@ -121,7 +121,9 @@ def joined(
             leaves.append(column[0])
         elif factors is not None:
             terms = [value * w for value, w in zip(column, factors, strict=True) if w]
-            leaves.append(torch.stack(terms).sum(0) if terms else column[0] * 0)
+            total = torch.stack(terms).sum(0) if terms else column[0] * 0
+            is_whole = not column[0].is_floating_point() and not column[0].is_complex()
+            leaves.append(total.round().to(column[0].dtype) if is_whole else total)
         elif isinstance(column[0], Tensor) and column[0].dim():
             leaves.append(torch.cat(column))
         else:
@@ -305,12 +307,13 @@ def _check_same(
         for part, size in zip(of_parts, sizes, strict=True)
     )
     if fits and whole.is_floating_point():
-        together = torch.cat(list(of_parts)).float()
-        finite = whole.isfinite() & together.isfinite()
-        apart = (whole.float() - together).abs()[finite]
-        scale = whole.float().abs()[finite]
+        # what is infinite, such as a masked score, is not compared
+        together = torch.cat(list(of_parts)).float().nan_to_num(0, 0, 0)
+        values = whole.float().nan_to_num(0, 0, 0)
         limit = _SAME_IN_HALF if is_half else _SAME
-        fits = not apart.numel() or float(apart.max()) <= limit * float(scale.max()) + 1e-6
+        if values.numel():
+            apart, scale = float((values - together).abs().max()), float(values.abs().max())
+            fits = apart <= limit * scale + 1e-6
         problem = "its values for some samples depend on the others"
     else:
         shapes = ", ".join(str(tuple(t.shape)) for t in (whole, *of_parts))
@@ -331,16 +334,18 @@ def _with_few_labels(call: Call) -> Any:
     labels = _labels(call.inputs)
     if labels is None:
         return call.inputs
-    known = labels[labels != IGNORED]
-    if not len(known) or (labels.dim() > 1 and labels.shape[1] < 4):
+    if not labels.numel() or (labels.dim() > 1 and labels.shape[1] < 4):
+        return call.inputs
+    known = labels.max()  # above -100, if any is
+    if int(known) == IGNORED:
         return call.inputs
     if labels.dim() == 1:
-        few = torch.where(labels == IGNORED, known[0], labels)
+        few = torch.where(labels == IGNORED, known, labels)
         if len(few) > 2:
             few[1] = IGNORED
     else:
         few = torch.full_like(labels, IGNORED)
-        few[0, -1] = few[1, 0] = few[1, labels.shape[1] // 2] = few[1, -1] = known[0]
+        few[0, -1] = few[1, 0] = few[1, labels.shape[1] // 2] = few[1, -1] = known
     return {**call.inputs, "labels": few}
 
 

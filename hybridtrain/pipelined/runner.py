@@ -88,7 +88,6 @@ class Runner:
         self.is_one_of_several = launch.size > 1
         self.replicas = Replicas(net, launch)
         self._model: HybridModel | None = None
-        self._objects: list[int] = []
         self._kinds: dict[Hashable, Kind] = {}
         self._has_begun = self._says_one_row = False
 
@@ -128,7 +127,7 @@ class Runner:
         key = call.kind, net.training, wants_gradients, getattr(forward, "__func__", forward)
         kind = self._kinds.setdefault(key, Kind(self.options.schedule))
         if wants_gradients:
-            refuse_hooks(net)
+            refuse_hooks(model)
         if call.samples == 1 < self.options.chunks and not self._says_one_row:
             self._says_one_row = True
             log.warning(_ONE_ROW, type(net).__name__)
@@ -140,10 +139,18 @@ class Runner:
         self.replicas.begin_step()
         return Step(model, call, kind, self.replicas.finish_step).run()
 
+    def _is_current(self, model: HybridModel) -> bool:
+        """Returns whether the pipeline is that of the model: none of its parts has been replaced,
+        converted or moved."""
+        try:
+            model.pipeline.frozen_or_freed()
+        except ConfigError:
+            return False
+        return True
+
     def _pipeline(self, call: Call) -> HybridModel:
         """Returns the pipeline of the model as it is now."""
-        objects = list(map(id, (*self.net.modules(), *self.net.parameters())))
-        if self._model is None or objects != self._objects:
+        if self._model is None or not self._is_current(self._model):
             if not self._has_begun:
                 self.replicas.begin()
                 # some trainers launch processes themselves, after pipelined(model)
@@ -153,7 +160,6 @@ class Runner:
             self._model = HybridModel(self.net, self.world, self.options)
             self._model.split_for(Microbatch(call.cut()[0]))
             self._model.rng.step = rng or 0
-            self._objects = objects
             self._kinds.clear()
             log.info("pipelined(%s): %s", type(self.net).__name__, self._model.plan)
         return self._model
@@ -188,23 +194,24 @@ class Runner:
 
     def _run_uncut(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a call as one micro-batch, device after device, such as a step of `generate()`."""
-        if self._model is None or len(set(self.world.devices)) == 1:
+        if self.world.devices[0].type == "cpu":  # nothing moves
             return forward(*args, **kwargs)
         call = call_of(self.net, forward, args, dict(kwargs), 1, False)
-        return self._model.run_microbatches([uncut(call.inputs)], _as_it_is, trains=False)[0]
+        model = self._pipeline(call)
+        return model.run_microbatches([uncut(call.inputs)], _as_it_is, trains=False)[0]
 
 
 def _as_it_is(_: int, output: Any) -> HeadOutput:
     return HeadOutput(output)
 
 
-def refuse_hooks(net: nn.Module) -> None:
+def refuse_hooks(model: HybridModel) -> None:
     """Refuses hooks that run once a gradient is complete, such as those of layerwise optimizers.
 
     Raises:
         ConfigError: a parameter has such a hook; each micro-batch adds to the gradient.
     """
-    for name, parameter in net.named_parameters():
+    for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
                 f"{name} has a hook that runs when its gradient is complete "

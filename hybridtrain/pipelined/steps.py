@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._base.precision import ThreadState
@@ -185,7 +185,7 @@ class Step:
             gradient = torch.full_like(root, weights[microbatch] * factor if root.dim() == 0 else 1)
             return HeadOutput(list(map(_detached, leaves)), root, gradient)
 
-        with own_gradients(self._model.net) as gradients:
+        with own_gradients(self._model) as gradients:
             columns = self._model.run_microbatches(self._parts, head, trains=True, sync=False)
         return gradients, columns
 
@@ -203,7 +203,7 @@ class Step:
                 late, held, _ = self._run_forwards()
             return self._run_backwards(arrived, late, held)
         factor = float(arrived[loss])
-        parameters = self._model.net.parameters()
+        parameters = self._model.parameters()
         add(list(parameters), gradients, 1.0 if factor == used else factor / used)
         self._finish()
         return []
@@ -243,13 +243,13 @@ class Step:
 
 
 @contextmanager
-def own_gradients(net: nn.Module) -> Iterator[list[Tensor | None]]:
+def own_gradients(model: HybridModel) -> Iterator[list[Tensor | None]]:
     """Lets the backward in the block begin without gradients; then restores those from before.
 
     Yields:
         a list that holds the gradients of the parameters after the block.
     """
-    parameters = list(net.parameters())
+    parameters = list(model.parameters())
     before = [parameter.grad for parameter in parameters]
     gradients: list[Tensor | None] = []
     for parameter in parameters:
@@ -283,7 +283,7 @@ def gradient_of_number(model: HybridModel, inputs: Any, number: int) -> Tensor |
             return HeadOutput(None, zero_of(output), torch.ones(()))
         return HeadOutput(leaf.detach(), leaf, torch.ones_like(leaf))
 
-    with own_gradients(model.net) as gradients:
+    with own_gradients(model) as gradients:
         (value,), held = model.run_forwards([inputs], head)
         model.run_backwards(held)
     if value is None:

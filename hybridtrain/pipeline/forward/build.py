@@ -71,7 +71,9 @@ def build_forward_stages(
         stages.append(ForwardStage(index, module, owned, device, runs, owner))
         first += len(part)
     _place(net, world.devices[0], placed)  # what no layer has
-    install([layer.module for layer in layers])
+    moves = len({stage.device for stage in stages}) > 1
+    for stage in stages:
+        install([layer.module for layer in stage.layers], stage.device if moves else None)
     for stage in stages:
         group = groups[stage.index]
         named = {
