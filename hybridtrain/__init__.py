@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
     from hybridtrain.partitioning import StageOwners, partition, set_partition
-    from hybridtrain.pipelined import pipelined, unpipelined
+    from hybridtrain.piped import pipelined, unpipelined
     from hybridtrain.step import OptimizerStep, ShardedOptimizer
     from hybridtrain.verification import Verification, verify
     from hybridtrain.world import World
@@ -74,8 +74,8 @@ import_on_first_use(
         "hybridtrain._base.skip:pop",
         "hybridtrain._base.skip:stash",
         "hybridtrain.verification:verify",
-        "hybridtrain.pipelined.switch:pipelined",
-        "hybridtrain.pipelined.switch:unpipelined",
+        "hybridtrain.piped.switch:pipelined",
+        "hybridtrain.piped.switch:unpipelined",
     ],
 )
 

@@ -29,7 +29,7 @@ FLOORS = """
     verification
     model
     data integrations
-    datasets pipelined
+    datasets piped
     step
     checkpoint
     loop

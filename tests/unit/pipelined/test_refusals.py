@@ -154,7 +154,7 @@ def test_no_devices():
 
 def test_an_unknown_setting():
     with pytest.raises(TypeError, match="did you mean 'schedule'"):
-        pipe(shedule="1f1b")
+        pipe(scedule="1f1b")
 
 
 def test_unpipelined_gives_the_plain_model_back():

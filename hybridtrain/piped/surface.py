@@ -24,8 +24,8 @@ from torch import nn
 
 from hybridtrain._base.torch_private import is_wrapped_by_compiler
 from hybridtrain.errors import ConfigError, setting
+from hybridtrain.piped.runner import Runner
 from hybridtrain.pipeline import net_of_trip, uninstall
-from hybridtrain.pipelined.runner import Runner
 
 _CLASS: Any = object.__dict__["__class__"]
 

@@ -28,7 +28,7 @@ from hybridtrain._base.microbatch import merge, output_place
 from hybridtrain._base.values import leaves_of, same_constant
 from hybridtrain.errors import BatchError, setting
 from hybridtrain.loss import IGNORED
-from hybridtrain.pipelined.calls import Call
+from hybridtrain.piped.calls import Call
 
 # Tolerances of a number, and of tensors, relative to the largest value. Another order of summation
 # explains 1e-6; outputs in half precision are rounded.

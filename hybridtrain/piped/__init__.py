@@ -11,6 +11,6 @@ attach     outputs whose backward is a function
 replicas   the copies of the model in several processes
 """
 
-from hybridtrain.pipelined.switch import is_pipelined, pipelined, unpipelined
+from hybridtrain.piped.switch import is_pipelined, pipelined, unpipelined
 
 __all__ = ["is_pipelined", "pipelined", "unpipelined"]

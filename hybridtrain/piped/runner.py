@@ -23,11 +23,11 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Launch
 from hybridtrain.model import HybridModel
 from hybridtrain.options import PipelineOptions
+from hybridtrain.piped.calls import Call, asks_for_cache, call_of, takes_cache
+from hybridtrain.piped.joining import Join, Runs, joined, proved
+from hybridtrain.piped.replicas import Replicas
+from hybridtrain.piped.steps import Kind, Step, gradient_of_number
 from hybridtrain.pipeline import HeadOutput, net_of_trip
-from hybridtrain.pipelined.calls import Call, asks_for_cache, call_of, takes_cache
-from hybridtrain.pipelined.joining import Join, Runs, joined, proved
-from hybridtrain.pipelined.replicas import Replicas
-from hybridtrain.pipelined.steps import Kind, Step, gradient_of_number
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")

@@ -14,10 +14,10 @@ from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.launch import Launch, detect
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.pipelined.device_map import take_device_map
-from hybridtrain.pipelined.replicas import processes_of
-from hybridtrain.pipelined.runner import Runner
-from hybridtrain.pipelined.surface import restore, runner_of, swap
+from hybridtrain.piped.device_map import take_device_map
+from hybridtrain.piped.replicas import processes_of
+from hybridtrain.piped.runner import Runner
+from hybridtrain.piped.surface import restore, runner_of, swap
 
 Net = TypeVar("Net", bound=nn.Module)
 

@@ -34,10 +34,10 @@ from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, setting
 from hybridtrain.loss import zero_of
+from hybridtrain.piped.attach import Gate, Late, attached
+from hybridtrain.piped.calls import Call
+from hybridtrain.piped.joining import Join, joined
 from hybridtrain.pipeline import HeadOutput, HeldGraphs
-from hybridtrain.pipelined.attach import Gate, Late, attached
-from hybridtrain.pipelined.calls import Call
-from hybridtrain.pipelined.joining import Join, joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +80,8 @@ class Kind:
             self.loss, self.is_mixed = None, True
         elif not self.is_mixed:
             if self.loss is None:
-                log.info("schedule=%s: only the loss of the model gets a gradient", self.schedule)
+                schedule = setting("schedule", self.schedule)
+                log.info("%s: only the loss of the model gets a gradient", schedule)
             self.loss, self.factor = number, usable(float(gradient))
 
 
