@@ -8,8 +8,8 @@ it is measured, once for each kind of call, in evaluation mode:
     forward(batch)  =  w0 forward(first sample)  +  w1 forward(the other samples)
 
 with weights by one of the `_RULES`. If the call has labels, all but a few are ignored in this
-comparison, so that every rule gives other weights. Where several rules still give that number, the
-gradient decides. A number that follows no rule is refused.
+comparison, so that every rule gives other weights. Gradients of two or three samples are compared
+in the same way. A number that follows no rule is refused.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hybridtrain._base.microbatch import merge, output_place
 from hybridtrain._base.values import leaves_of, same_constant
-from hybridtrain.errors import BatchError, setting
-from hybridtrain.loss import IGNORED
-from hybridtrain.piped.calls import Call
+from hybridtrain.errors import BatchError, ConfigError, setting
+from hybridtrain.loss import IGNORED, count_of_output
+from hybridtrain.piped.calls import ITEMS, Call
 
 # Tolerances of a number, and of tensors, relative to the largest value. Another order of summation
 # explains 1e-6; outputs in half precision are rounded.
 _EXACT, _EXACT_IN_HALF = 1e-4, 2e-2
 _SAME, _SAME_IN_HALF = 1e-2, 2e-1
+_SAME_GRADIENT, _SAME_GRADIENT_IN_HALF = 1e-3, 5e-2
 
 # `count(inputs)` of a micro-batch returns how much its number counts; None: it cannot be counted.
-Count = Callable[[Any, int], int | Tensor | None]
+Count = Callable[[Any, int], int | float | Tensor | None]
 
 
 def _labels(inputs: Any) -> Tensor | None:
@@ -81,6 +82,26 @@ _RULES: dict[str, Count] = {
 }
 
 
+def rules_for(net: nn.Module) -> Mapping[str, Count]:
+    """Returns the rules for the numbers of a model, by their names, in the order of preference.
+
+    The first is what `hybridtrain.loss` reads from the source of a transformers model, if it knows
+    it: that count refuses batches in which the loss averages over something else.
+    """
+    try:
+        known = count_of_output(net)
+    except ConfigError:
+        return _RULES
+
+    def of_source(inputs: Any, samples: int) -> int | float | Tensor | None:
+        counted = ("labels", "start_positions")
+        if not isinstance(inputs, Mapping) or all(inputs.get(name) is None for name in counted):
+            return None
+        return known({name: value for name, value in inputs.items() if name != ITEMS}, None)
+
+    return {f"the mean that {type(net).__name__} takes": of_source, **_RULES}
+
+
 @dataclass(frozen=True)
 class Join:
     """How the outputs of a kind of call are joined.
@@ -88,10 +109,12 @@ class Join:
     Attributes:
         spec: the structure of an output.
         rules: for each leaf that is a number, the name of its rule; None for all others.
+        counts: the rules, by name.
     """
 
     spec: TreeSpec
     rules: Sequence[str | None]
+    counts: Mapping[str, Count]
 
     def weights(self, parts: Sequence[Any], sizes: Sequence[int]) -> list[list[float] | None]:
         """Returns, for each leaf that is a number, its weight in each micro-batch.
@@ -100,7 +123,9 @@ class Join:
             parts: the inputs of the micro-batches.
             sizes: their numbers of samples.
         """
-        by_rule = {rule: _weights(rule, parts, sizes) for rule in set(self.rules) if rule}
+        by_rule = {
+            rule: _weights(self.counts[rule], parts, sizes) for rule in set(self.rules) if rule
+        }
         return [by_rule[rule] if rule else None for rule in self.rules]
 
 
@@ -132,11 +157,11 @@ def joined(
     return leaves
 
 
-def _weights(rule: str, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
+def _weights(count: Count, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Returns the share of each micro-batch in a number that follows a rule."""
-    if len(parts) == 1 or rule == "a sum":
+    if len(parts) == 1 or count is _sum:
         return [1.0] * len(parts)
-    counts = [_RULES[rule](part, size) for part, size in zip(parts, sizes, strict=True)]
+    counts = [count(part, size) for part, size in zip(parts, sizes, strict=True)]
     tensors = [torch.as_tensor(count) for count in counts]
     numbers = torch.stack(tensors).tolist()  # one wait for a GPU
     total = float(sum(numbers)) or 1.0
@@ -156,22 +181,67 @@ class Runs(NamedTuple):
     gradient: Callable[[int, Any], Tensor | None]
 
 
-def proved(call: Call, runs: Runs) -> Join:
+class _Parts:
+    """Some samples of a batch, together and in two parts.
+
+    Args:
+        call: the call with the batch.
+        samples: how many of its first samples.
+        counts: the rules.
+
+    Attributes:
+        inputs: those of all samples, and of each part.
+        sizes: the number of samples of each part.
+        weights: the weights of the parts, by the name of the rule.
+    """
+
+    def __init__(self, call: Call, samples: int, counts: Mapping[str, Count]) -> None:
+        self.sizes = [1, samples - 1]
+        rest = [call.samples - samples] if samples < call.samples else []
+        parts = call.cut([*self.sizes, *rest])[:2]
+        self.inputs = [call.cut([samples, *rest])[0], *parts]
+        self.weights: dict[str, list[float]] = {}
+        for rule, count in counts.items():
+            if all(count(x, size) is not None for x, size in zip(parts, self.sizes, strict=True)):
+                self.weights[rule] = _weights(count, parts, self.sizes)
+
+    def fitting(self, values: Sequence[Tensor], limit: float) -> list[str]:
+        """Returns the rules by which parts add up to the whole, the best and similar ones.
+
+        Args:
+            values: for all samples and for each part, tensors of equal shape.
+            limit: the largest relative error.
+        """
+        whole, *parts = values
+        errors: dict[str, float] = {}
+        for rule, weights in self.weights.items():
+            terms = [w * v for w, v in zip(weights, parts, strict=True) if w]
+            scale = max(float(term.norm()) for term in (whole, *terms)) or 1.0
+            error = float((whole - torch.stack(terms).sum(0)).norm()) / scale if terms else math.inf
+            errors[rule] = error if math.isfinite(error) else math.inf
+        # rounding explains the rest of the error where the best rule has some of it
+        limit = min(limit, max(10 * min(errors.values()), 1e-6))
+        return [rule for rule, error in errors.items() if error <= limit]
+
+
+def proved(call: Call, runs: Runs, counts: Mapping[str, Count]) -> Join:
     """Returns how to join the outputs of micro-batches; compares two parts with the batch.
 
     Args:
         call: a call of two samples or more.
         runs: the model.
+        counts: the rules for its numbers.
 
     Raises:
         BatchError: the output of the batch is not that of its samples; the message names the leaf.
     """
-    sizes = [1, call.samples - 1]
     few = replace(call, inputs=_with_few_labels(call))
     try:
-        inputs, whole, *outputs = _outputs(few, sizes, runs)
+        batch = _Parts(few, call.samples, counts)
+        whole, *outputs = map(runs.output, batch.inputs)
     except Exception:  # of a loss that takes all labels for classes
-        inputs, whole, *outputs = _outputs(call, sizes, runs)
+        few, batch = call, _Parts(call, call.samples, counts)
+        whole, *outputs = map(runs.output, batch.inputs)
     leaves_of(whole)
     leaves, spec = tree_flatten(whole)
     columns = []
@@ -186,109 +256,85 @@ def proved(call: Call, runs: Runs) -> Join:
     is_half = any(_is_half(leaf) for leaf in leaves) or torch.is_autocast_enabled(
         _device_type(leaves)
     )
+    # gradients of as few samples as tell the rules apart
+    labels = _labels(call.inputs)
+    least = 3 if labels is not None and labels.dim() == 1 else 2
+    first = _Parts(few, min(least, call.samples), counts)
     rules: list[str | None] = []
     for number, (leaf, *of_parts) in enumerate(zip(leaves, *columns, strict=True)):
-        rule = None
+        rule, place = None, output_place(whole, number)
         if isinstance(leaf, Tensor) and not leaf.dim():
-            compared = _Number(inputs, sizes, is_half, output_place(whole, number))
-            rule = compared.rule([leaf, *of_parts], partial(runs.gradient, number))
+            values = [leaf, *of_parts]
+            rule = _rule(batch, values, first, partial(runs.gradient, number), is_half, place)
         elif isinstance(leaf, Tensor):
-            _check_same(leaf, of_parts, sizes, is_half, output_place(whole, number))
+            _check_same(leaf, of_parts, batch.sizes, is_half, place)
         elif not all(same_constant(leaf, other) for other in of_parts):
             raise BatchError(
-                f"{output_place(whole, number)} is a {type(leaf).__name__} that depends on the "
-                f"samples, so the outputs of micro-batches cannot be joined. {_WAY_OUT}"
+                f"{place} is a {type(leaf).__name__} that depends on the samples, so the outputs "
+                f"of micro-batches cannot be joined. {_WAY_OUT}"
             )
         rules.append(rule)
-    return Join(spec, rules)
-
-
-def _outputs(call: Call, sizes: Sequence[int], runs: Runs) -> list[Any]:
-    """Returns the inputs of the batch and of the parts, and then the output of each."""
-    inputs = [call.cut([call.samples])[0], *call.cut(sizes)]
-    return [inputs, *map(runs.output, inputs)]
+    return Join(spec, rules, counts)
 
 
 _WAY_OUT = f"Return a tensor with the samples in dim 0, or set {setting('chunks', 1)}"
 
 
-class _Number:
-    """Finds the rule of a number.
+def _rule(
+    batch: _Parts,
+    values: Sequence[Tensor],
+    first: _Parts,
+    gradient: Callable[[Any], Tensor | None],
+    is_half: bool,
+    place: str,
+) -> str:
+    """Returns the name of the rule that a number among the outputs follows.
 
     Args:
-        inputs: the inputs of the batch and of its parts.
-        sizes: the number of samples of each part.
+        batch: the batch.
+        values: the number for the batch and for each part.
+        first: its first samples, whose gradients are compared. They decide between rules that give
+            the same number, such as for a classifier that is zero at its start, and find a term
+            that hardly changes the number, such as the second loss of a router.
+        gradient: returns the gradient of the number for some inputs.
         is_half: whether values are in half precision.
-        place: the name of the number, for messages.
+        place: the name of the number.
+
+    Raises:
+        BatchError: it follows none.
     """
-
-    def __init__(
-        self, inputs: Sequence[Any], sizes: Sequence[int], is_half: bool, place: str
-    ) -> None:
-        self._inputs, self._sizes, self._place = inputs, sizes, place
-        self._limit = _EXACT_IN_HALF if is_half else _EXACT
-        parts = inputs[1:]
-        self._weights = {
-            rule: _weights(rule, parts, sizes)
-            for rule, count in _RULES.items()
-            if all(count(x, size) is not None for x, size in zip(parts, sizes, strict=True))
-        }
-
-    def rule(self, values: Sequence[Tensor], gradient: Callable[[Any], Tensor | None]) -> str:
-        """Returns the name of the rule that the number follows.
-
-        Args:
-            values: the number of the batch, and of each part.
-            gradient: returns its gradient for some inputs. It decides between rules that give the
-                same number, such as for a classifier that is zero at its start.
-
-        Raises:
-            BatchError: it follows none.
-        """
-        fitting = self._fitting([value.detach().double().reshape(1) for value in values])
-        if not fitting:
-            of = " and ".join(f"{float(value):.7g}" for value in values[1:])
-            raise BatchError(
-                f"{self._place} of {sum(self._sizes)} samples is {float(values[0]):.7g}, and {of} "
-                f"for the first and for the other samples: it is neither "
-                f"{', nor '.join(self._weights)}, so micro-batches would give another gradient "
-                "than the batch. Compute the loss outside of the model from outputs of its "
-                "samples, disable additional terms of the loss (of a router, a z-loss), or set "
-                f"{setting('chunks', 1)}"
-            )
-        if self._agree(fitting):
-            return fitting[0]
-        gradients = [gradient(inputs) for inputs in self._inputs]
-        if any(g is None for g in gradients):
-            return fitting[0]  # nobody trains on it
-        by_gradient = self._fitting([g for g in gradients if g is not None])
-        decided = [rule for rule in fitting if rule in by_gradient]
-        if decided and self._agree(decided):
-            return decided[0]
+    numbers = [value.detach().double().reshape(1) for value in values]
+    fitting = batch.fitting(numbers, _EXACT_IN_HALF if is_half else _EXACT)
+    gradients = [gradient(inputs) for inputs in first.inputs] if fitting else []
+    if fitting and any(g is None for g in gradients):
+        return fitting[0]  # nobody can train on it
+    found = [g for g in gradients if g is not None]
+    if found:
+        limit = _SAME_GRADIENT_IN_HALF if is_half else _SAME_GRADIENT
+        by_gradient = first.fitting(found, limit)
+        fitting = [rule for rule in fitting if rule in by_gradient]
+    if not fitting:
+        of = " and ".join(f"{float(number):.7g}" for number in numbers[1:])
         raise BatchError(
-            f"{self._place} may be {', or '.join(decided or fitting)}: these samples do not tell. "
-            "Compute the loss outside of the model from outputs of its samples, begin with a batch "
-            f"whose samples have other labels, or set {setting('chunks', 1)}"
+            f"{place} of {sum(batch.sizes)} samples is {float(numbers[0]):.7g}, and {of} for the "
+            f"first and for the other samples: by its value and its gradient, it is neither "
+            f"{', nor '.join(batch.weights)}, so micro-batches would give another gradient than "
+            "the batch. Compute the loss outside of the model from outputs of its samples, disable "
+            "additional terms of the loss (of a router, a z-loss), or set "
+            f"{setting('chunks', 1)}"
         )
-
-    def _agree(self, rules: Sequence[str]) -> bool:
-        """Returns whether rules give the same weights."""
-        first = self._weights[rules[0]]
-        return all(self._weights[rule] == first for rule in rules)
-
-    def _fitting(self, values: Sequence[Tensor]) -> list[str]:
-        """Returns the rules by which the parts add up to the batch, the best and similar ones."""
-        whole, *parts = values
-        errors: dict[str, float] = {}
-        for rule, weights in self._weights.items():
-            terms = [w * v for w, v in zip(weights, parts, strict=True) if w]
-            scale = max(float(term.norm()) for term in (whole, *terms)) or 1.0
-            error = float((whole - torch.stack(terms).sum(0)).norm()) / scale if terms else math.inf
-            errors[rule] = error if math.isfinite(error) else math.inf
-        best = min(errors.values())
-        # rounding explains the rest of the error where the best rule has some of it
-        limit = min(self._limit, max(10 * best, 1e-6))
-        return [rule for rule, error in errors.items() if error <= limit]
+    alike = (
+        parts.weights[rule] == parts.weights[fitting[0]]
+        for rule in fitting
+        for parts in (batch, first)
+    )
+    if not all(alike):
+        raise BatchError(
+            f"{place} may be {', or '.join(fitting)}: these samples do not tell. Compute the loss "
+            "outside of the model from outputs of its samples, begin with a batch whose samples "
+            f"have other labels, or set {setting('chunks', 1)}"
+        )
+    return fitting[0]
 
 
 def _check_same(

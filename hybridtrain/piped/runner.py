@@ -24,7 +24,7 @@ from hybridtrain.launch import Launch
 from hybridtrain.model import HybridModel
 from hybridtrain.options import PipelineOptions
 from hybridtrain.piped.calls import Call, asks_for_cache, call_of, takes_cache
-from hybridtrain.piped.joining import Join, Runs, joined, proved
+from hybridtrain.piped.joining import Join, Runs, joined, proved, rules_for
 from hybridtrain.piped.replicas import Replicas
 from hybridtrain.piped.steps import Kind, Step, gradient_of_number
 from hybridtrain.pipeline import HeadOutput, net_of_trip
@@ -133,7 +133,7 @@ class Runner:
             log.warning(_ONE_ROW, type(net).__name__)
         model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if kind.join is None and len(call.sizes) > 1:
-            kind.join = self._proved(model, call)
+            kind.join = self._proved(model, call, wants_gradients)
         if not wants_gradients:
             return self._evaluate(model, call, kind)
         self.replicas.begin_step()
@@ -164,18 +164,20 @@ class Runner:
             log.info("pipelined(%s): %s", type(self.net).__name__, self._model.plan)
         return self._model
 
-    def _proved(self, model: HybridModel, call: Call) -> Join:
+    def _proved(self, model: HybridModel, call: Call, trains: bool) -> Join:
+        has_gradients = trains and any(p.requires_grad for p in self.net.parameters())
+
         def output(inputs: Any) -> Any:
             with torch.no_grad():
                 return model.run_microbatches([inputs], _as_it_is, trains=False)[0]
 
         def gradient(number: int, inputs: Any) -> Tensor | None:
-            return gradient_of_number(model, inputs, number)
+            return gradient_of_number(model, inputs, number) if has_gradients else None
 
         step = model.rng.step
         try:
             with model.evaluating(), torch.random.fork_rng():
-                return proved(call, Runs(output, gradient))
+                return proved(call, Runs(output, gradient), rules_for(self.net))
         finally:
             model.rng.step = step
 

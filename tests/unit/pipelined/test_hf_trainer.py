@@ -5,6 +5,7 @@ import torch
 from support.hf import Texts, bert, llama, padded, t5
 
 from hybridtrain import pipelined
+from hybridtrain.errors import BatchError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # its Trainer needs it
@@ -147,3 +148,33 @@ def test_keys_and_values_come_back_from_a_model_in_evaluation():
             for net, c in ((model, cache), (plain, expected))
         ]
     torch.testing.assert_close(after[0], after[1], **CLOSE)
+
+
+def test_answers_that_the_loss_would_ignore_are_refused():
+    """A mean over starts and a mean over ends, which have different counts then."""
+    torch.manual_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    net = transformers.BertForQuestionAnswering(
+        transformers.BertConfig(vocab_size=50, num_attention_heads=4, **config)
+    )
+    model = piped(net)
+    inputs = {"input_ids": torch.randint(50, (6, 8)), "end_positions": torch.full((6,), 5)}
+    model(**inputs, start_positions=torch.arange(6)).loss.backward()
+    with pytest.raises(BatchError, match="outside its sequence"):
+        model(**inputs, start_positions=torch.tensor([1, 2, 8, 3, 8, 4]))
+
+
+def test_a_second_loss_of_a_router_is_refused():
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    net = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=50,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            output_router_logits=True,
+            **config,
+        )
+    )
+    with pytest.raises(BatchError, match="a router"):
+        piped(net)(**padded([Texts()[i] for i in range(6)]))
