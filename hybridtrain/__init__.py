@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hybridtrain.model import HybridModel, TrainStepResult
     from hybridtrain.options import PipelineOptions
     from hybridtrain.partitioning import StageOwners, partition, set_partition
+    from hybridtrain.piped import pipelined, unpipelined
     from hybridtrain.step import OptimizerStep, ShardedOptimizer
     from hybridtrain.verification import Verification, verify
     from hybridtrain.world import World
@@ -37,10 +38,12 @@ __all__ = [
     "World",
     "notebook_launcher",
     "partition",
+    "pipelined",
     "pop",
     "set_partition",
     "shared",
     "stash",
+    "unpipelined",
     "verify",
 ]
 
@@ -71,6 +74,8 @@ import_on_first_use(
         "hybridtrain._base.skip:pop",
         "hybridtrain._base.skip:stash",
         "hybridtrain.verification:verify",
+        "hybridtrain.piped.switch:pipelined",
+        "hybridtrain.piped.switch:unpipelined",
     ],
 )
 

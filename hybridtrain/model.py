@@ -61,6 +61,7 @@ from hybridtrain.pipeline import (
     BatchCheck,
     Head,
     HeadOutput,
+    HeldGraphs,
     LayerRNG,
     Pipeline,
     Timeline,
@@ -488,12 +489,15 @@ class HybridModel:
     def _run_forward(
         self, parts: Sequence[Any], head: Head, places: Sequence[MicrobatchPlace] | None = None
     ) -> list[Any]:
-        options, devices = self.options, self.world.nb_part
-        schedule = forward_only(devices, len(parts), options.stages_per_device, options.placement)
+        schedule = self._forward_schedule(len(parts))
         with self.autocast():
             return self.pipeline.run_forward(
                 schedule, parts.__getitem__, head, places, self._batch_check
             )
+
+    def _forward_schedule(self, chunks: int) -> Schedule:
+        options, devices = self.options, self.world.nb_part
+        return forward_only(devices, chunks, options.stages_per_device, options.placement)
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the training schedule for `chunks` micro-batches."""
@@ -841,6 +845,47 @@ class HybridModel:
             values = self._run_forward(inputs, head)
         self._batch_check.finish()
         return values
+
+    def run_forwards(self, inputs: Sequence[Any], head: Head) -> tuple[list[Any], HeldGraphs]:
+        """Runs the forwards of a step whose backwards `run_backwards` runs later.
+
+        For gradients that arrive from outside, such as from a loss that the caller computes. All
+        micro-batches are in flight in the meantime. Needs `engine="local"`.
+
+        Args:
+            inputs: the model's inputs of each micro-batch.
+            head: as in `run_microbatches`; the backwards start at its roots.
+
+        Returns:
+            the values returned by `head`, by micro-batch, and what `run_backwards` needs.
+        """
+        check_grad_mode()
+        self.split_for(Microbatch(inputs[0]))
+        self._follow_changes(trains=True)
+        schedule = self._forward_schedule(len(inputs))
+        with torch.enable_grad(), self.autocast():
+            return self.pipeline.run_forwards(schedule, inputs.__getitem__, head)
+
+    def run_backwards(self, held: HeldGraphs) -> None:
+        """Runs the backwards of a step, once; adds the gradients to `parameter.grad`."""
+        with torch.enable_grad():
+            self.pipeline.run_backwards(held)
+
+    def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
+        """Runs the self-check, if these inputs are of a new kind; see `PipelineOptions.self_check`.
+
+        `train_step` and evaluations do it, `run_microbatches` and `run_forwards` do not.
+
+        Args:
+            inputs: the inputs of a batch.
+            sizes: the number of samples in each micro-batch.
+            trains: whether a backward follows.
+
+        Raises:
+            NotExactError: the pipeline computes something else than plain PyTorch.
+        """
+        self.split_for(Microbatch(split(inputs, sizes)[0]))
+        self._self_check.check_batch(inputs, sizes, trains=trains)
 
     def verify(
         self,

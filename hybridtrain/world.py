@@ -238,6 +238,24 @@ class World:
             replica_shares=None if replica_shares is None else tuple(replica_shares),
         )
 
+    @classmethod
+    def of_replica(cls, launch: Launch, gpus: int, nb_part: int, devices: DeviceSpec) -> World:
+        """Returns the World of one replica, of a process whose caller averages the gradients.
+
+        Its rank, which seeds dropout, is the process's among all; it has no collective calls.
+
+        Args:
+            launch: the launcher's facts about the process.
+            gpus: the number of GPUs that the process sees.
+            nb_part: as in `from_env`.
+            devices: as in `from_env`.
+
+        Raises:
+            WorldError: the devices are inconsistent.
+        """
+        _, own_devices = _shape(launch, gpus, nb_part, devices, "local", "pp")
+        return cls(rank=launch.rank, local_rank=launch.local_rank, devices=own_devices)
+
     def divided(self, nb_part: int, devices: DeviceSpec = None) -> World:
         """Returns a World of the same processes, with pipelines of `nb_part` devices.
 

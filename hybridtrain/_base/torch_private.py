@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -216,8 +217,18 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return call
 
 
-def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Makes `module(...)` run `call`.
+def is_wrapped_by_compiler(depth: int) -> bool:
+    """Returns whether `torch.compile(module)` runs the code `depth` frames above this function.
+
+    Uses the name of `torch._dynamo.eval_frame`, whose `OptimizedModule` reads `module.forward` when
+    it is made: PyTorch tells a module in no other way that it is compiled.
+    """
+    name: object = sys._getframe(depth).f_globals.get("__name__")
+    return name == "torch._dynamo.eval_frame"
+
+
+def replace_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Makes `module(...)` run `call`; None: its own hooks and forward.
 
     Uses `nn.Module._compiled_call_impl`, in the module's dictionary: hooks cannot surround a call,
     and compiled code would contain them. Copies and pickles of the module leave it out.

@@ -35,7 +35,13 @@ from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_repli
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
-from hybridtrain.pipeline.forward import ForwardStage, PartsHere, for_other_thread
+from hybridtrain.pipeline.forward import (
+    ForwardStage,
+    PartsHere,
+    for_other_thread,
+    net_of_trip,
+    uninstall,
+)
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
     LayerRNG,
@@ -45,7 +51,7 @@ from hybridtrain.pipeline.layer_rng import (
 )
 from hybridtrain.pipeline.message_wire import messages_of
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
-from hybridtrain.pipeline.pipeline import Pipeline
+from hybridtrain.pipeline.pipeline import HeldGraphs, Pipeline
 from hybridtrain.pipeline.reducer import unscale_
 from hybridtrain.pipeline.summaries import (
     device_memory,
@@ -62,6 +68,7 @@ __all__ = [
     "ForwardStage",
     "Head",
     "HeadOutput",
+    "HeldGraphs",
     "LayerRNG",
     "PartsHere",
     "Phases",
@@ -78,12 +85,14 @@ __all__ = [
     "measured_ms",
     "memory_bytes",
     "messages_of",
+    "net_of_trip",
     "plan_without_values",
     "read_timelines",
     "remove_aliases",
     "reset_peak_memory",
     "seed_of",
     "stage_summaries",
+    "uninstall",
     "unscale_",
     "with_device_speeds",
     "with_sync_batch_norm",

@@ -55,6 +55,7 @@ class Step(NamedTuple):
         places: the logical replica of each micro-batch; None: the same for all.
         batch_check: compares the batches of several processes; None: nothing to compare.
         furthest_ahead: run one action at a time, in the order `Schedule.furthest_ahead`.
+        keeps_graphs: whether a later step runs the backwards of these forwards.
     """
 
     schedule: Schedule
@@ -68,6 +69,12 @@ class Step(NamedTuple):
     places: Sequence[MicrobatchPlace] | None = None
     batch_check: BatchCheck | None = None
     furthest_ahead: bool = False
+    keeps_graphs: bool = False
+
+    @property
+    def makes_graphs(self) -> bool:
+        """Whether the stages hold graphs of its forwards, for backwards now or later."""
+        return self.schedule.trains or self.keeps_graphs
 
 
 class Engine(Protocol):

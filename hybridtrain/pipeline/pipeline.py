@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
 from hybridtrain.pipeline.engine import Engine, Head, Source, Step
 from hybridtrain.pipeline.forward import (
     ForwardStage,
+    StageInFlight,
     build_forward_stages,
     forward_engine,
     of_other_code,
@@ -38,7 +39,7 @@ from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.summaries import log_compiled
 from hybridtrain.pipeline.ties import TiedUse, tied_uses, ties_of
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
-from hybridtrain.schedule import Schedule
+from hybridtrain.schedule import Schedule, backward_only
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -46,6 +47,26 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NOTHING = nullcontext()
+
+
+class HeldGraphs(NamedTuple):
+    """A step between its forwards and its backwards.
+
+    Attributes:
+        schedule: the backwards.
+        number: the number of the step, which seeds its draws.
+        training: whether the model was in training mode.
+        in_flight: the micro-batches in each stage.
+    """
+
+    schedule: Schedule
+    number: int
+    training: bool
+    in_flight: Sequence[dict[int, StageInFlight]]
+
+
+def _no_more(*_: Any) -> NoReturn:
+    raise AssertionError("a step of backwards has no forward")
 
 
 class Pipeline:
@@ -212,12 +233,78 @@ class Pipeline:
             stage.check_step()
         for tie in self._ties:
             tie.accumulate_into_owner()
+        self._end_first_step()
+        return values
+
+    def run_forwards(
+        self, schedule: Schedule, source: Source, head: Head
+    ) -> tuple[list[Any], HeldGraphs]:
+        """Runs the forwards of a step, whose backwards `run_backwards` runs later.
+
+        Several steps may wait for their backwards. Needs a pipeline that runs the model's own
+        forward, in one process.
+
+        Args:
+            schedule: a schedule of forwards.
+            source: as in `Step`.
+            head: as in `Step`; its roots are where the backwards start.
+
+        Returns:
+            the values of `head` by micro-batch, and what the backwards need.
+        """
+        if self._options.broadcast_buffers:
+            self.sync_buffers()
+        training, recomputed = self._net.training, self._policy.whole_stages(schedule.chunks)
+        step = Step(
+            schedule,
+            source,
+            head,
+            ThreadState.capture(),
+            recomputed,
+            training=training,
+            furthest_ahead=self.furthest_ahead,
+            keeps_graphs=True,
+        )
+        for stage in self.stages:
+            stage.begin_step((schedule.chunks, training), recomputed)
+        number = self.rng.step
+        values = self._run(step, trains=True)
+        self._end_first_step()
+        in_flight = [stage.take_graphs() for stage in self.stages]
+        return values, HeldGraphs(backward_only(schedule), number, training, in_flight)
+
+    def run_backwards(self, held: HeldGraphs) -> None:
+        """Runs the backwards of a step; gradients are added to `parameter.grad`.
+
+        Each step takes its graphs with it, so this can run once. Gradients are not averaged over
+        the replicas.
+        """
+        stages = self.stages
+        for stage, in_flight in zip(stages, held.in_flight, strict=True):
+            stage.put_back_graphs(in_flight)
+        step = Step(
+            held.schedule,
+            _no_more,
+            _no_more,
+            ThreadState.capture(),
+            training=held.training,
+            furthest_ahead=self.furthest_ahead,
+        )
+        # recomputed layers repeat the draws of their step, which may not have been the last
+        latest, self.rng.step = self.rng.step, held.number
+        try:
+            self._run(step, trains=False)
+        finally:
+            self.rng.step = latest
+        for stage in stages:
+            stage.check_step()
+
+    def _end_first_step(self) -> None:
         if self._is_first_step:
             self._is_first_step = False
             self._watch.changed_by_forward()
             if self._options.compile:
                 log_compiled(self)
-        return values
 
     def frozen_or_freed(self) -> list[str]:
         """Returns the parameters frozen or unfrozen since the last step; see `ModelWatch`."""
@@ -267,7 +354,7 @@ class Pipeline:
     def _run(self, step: Step, trains: bool) -> list[Any]:
         for tie in self._ties:
             tie.refresh()
-        self.rng.begin_step(self._net.training, step.places)
+        self.rng.begin_step(step.training, step.places)
         for stage in self.stages:
             stage.begin_replicas(step.places)
         with (

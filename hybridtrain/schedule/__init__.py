@@ -30,6 +30,7 @@ from hybridtrain.schedule.memory import (
     peak_in_flight,
 )
 from hybridtrain.schedule.named import (
+    backward_only,
     forward_only,
     gpipe,
     one_forward_one_backward,
@@ -89,6 +90,7 @@ __all__ = [
     "WaitFor",
     "account_of",
     "actions_as_text",
+    "backward_only",
     "bubble_fraction",
     "critical_path",
     "divided_backwards",

@@ -70,6 +70,13 @@ class Schedule:
         return any(action.kind != "F" for action in self.lanes[0])
 
     @cached_property
+    def made_before(self) -> frozenset[Need]:
+        """What an earlier schedule has made: all forwards, if this one has none."""
+        if any(action.kind == "F" for action in self.lanes[0]):
+            return frozenset()
+        return frozenset(("F", s, i) for s in range(self.stages) for i in range(self.chunks))
+
+    @cached_property
     def lane_of(self) -> dict[int, int]:
         """The device of each stage."""
         return {action.stage: device for device, lane in enumerate(self.lanes) for action in lane}
@@ -88,7 +95,7 @@ class Schedule:
             ScheduleError: the actions wait for one another in a circle; names them.
         """
         order: list[tuple[int, Action]] = []
-        made: set[Need] = set()
+        made: set[Need] = set(self.made_before)
         left = list(map(deque, self.lanes))
         moved = True
         while moved:
@@ -112,7 +119,7 @@ class Schedule:
         The next action is the one with the earliest stage among those whose dependencies are done.
         """
         order: list[tuple[int, Action]] = []
-        made: set[Need] = set()
+        made: set[Need] = set(self.made_before)
         left = list(map(deque, self.lanes))
         while any(left):
             ready = [

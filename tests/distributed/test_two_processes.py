@@ -3,7 +3,8 @@
 from support.launch import each_cell
 
 WORKERS = [
-    "different_data", "gradients", "heights", "loss_scaling", "matrix_cells", "shared_values",
+    "different_data", "gradients", "heights", "loss_scaling", "matrix_cells",
+    "pipelined_models", "shared_values",
     "sharded", "state", "splits", "unequal_replicas",
 ]  # fmt: skip
 

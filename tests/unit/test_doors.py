@@ -31,8 +31,8 @@ FLOORS = """
     loss
     verification
     model
-    data
-    datasets
+    data integrations
+    datasets piped
     step
     checkpoint
     loop

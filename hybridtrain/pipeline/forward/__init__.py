@@ -11,15 +11,19 @@ build      places layers on devices, and connects all of this
 """
 
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, of_other_code
+from hybridtrain.pipeline.forward.layers import uninstall
 from hybridtrain.pipeline.forward.parts_here import PartsHere
 from hybridtrain.pipeline.forward.stage import ForwardStage
-from hybridtrain.pipeline.forward.trip import for_other_thread
+from hybridtrain.pipeline.forward.trip import StageInFlight, for_other_thread, net_of_trip
 
 __all__ = [
     "ForwardStage",
     "PartsHere",
+    "StageInFlight",
     "build_forward_stages",
     "for_other_thread",
     "forward_engine",
+    "net_of_trip",
     "of_other_code",
+    "uninstall",
 ]

@@ -86,7 +86,13 @@ def build_forward_stages(
         stage.aliases = aliases
         stages.append(stage)
     _place(net, world.devices[0], placed)  # what no layer has
-    install([layer.module for layer in layers])
+    moves = len({stage.device for stage in stages}) > 1
+    for stage in stages:
+        install([layer.module for layer in stage.layers], stage.device if moves else None)
+    elsewhere = [
+        layer.module for k, part in enumerate(parts) if k not in owned_stages for layer in part
+    ]
+    install(elsewhere)
     install([net.get_submodule(name) for name in planned.opened.values()])
     for stage in stages:
         group = groups[stage.index]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import cache, partial
@@ -196,6 +196,8 @@ class ForwardEngine:
 
 def trips_at_once(step: Step) -> int:
     """Returns how many micro-batches may be in their forwards at the same time."""
+    if step.schedule.made_before:
+        return 0
     return step.schedule.chunks if step.furthest_ahead else _trips_at_once(step.schedule)
 
 
@@ -290,17 +292,14 @@ class StepRun:
                 self._turns = dict.fromkeys(lanes, Turns([action for _, action in order]))
             else:
                 self._turns = {lane: Turns(schedule.lanes[lane]) for lane in lanes}
-            turns = self._turns[self._lane_of[self._first]]
-            for action in schedule.lanes[self._lane_of[self._first]]:
-                if action.kind == "F" and action.stage == self._first:
-                    begin = self._task(self._begin_trip, action.microbatch)
-                    if turns.has_come(action, begin):
-                        self.first = begin
+            for action, begin in self._beginnings():
+                if self._turns[self._lane_of[action.stage]].has_come(action, begin):
+                    self.first = begin
         self._following: dict[int, _Task] = {}  # by the micro-batch that has just left a device
         self._starts: dict[int, Mark] = {}
         self._spans: dict[int, AbstractContextManager[object]] = {}  # in a profiler's trace
         # where values are copied, an evaluation looks for them too
-        self._learns = (schedule.trains or self._model.moves) and engine._is_observed(step)
+        self._learns = (step.makes_graphs or self._model.moves) and engine._is_observed(step)
         self._take = step.source
         self._run_ahead: RunAhead | None = None
         accelerator = self._stages[self._first].accelerator
@@ -309,6 +308,17 @@ class StepRun:
             self._run_ahead = RunAhead(schedule, self._stages, accelerator)
 
     # --- tasks
+
+    def _beginnings(self) -> Iterator[tuple[Action, _Task]]:
+        """Yields the action with which each micro-batch begins, and its task."""
+        schedule = self.step.schedule
+        for microbatch in range(schedule.chunks):
+            if schedule.made_before:  # their forwards have run, so the backwards begin
+                gradients = self._stages[self._last].gradients_of_loss(microbatch)
+                task = self._task(self._go_back, self._last, microbatch, gradients)
+                yield Action(self._kinds[self._last, microbatch], self._last, microbatch), task
+            else:
+                yield Action("F", self._first, microbatch), self._task(self._begin_trip, microbatch)
 
     def _begin_trip(self, microbatch: int) -> _Task | None:
         """Runs the forward of a micro-batch, and its backwards as long as it is their turn."""
@@ -408,7 +418,7 @@ class StepRun:
         Returns:
             what runs next on the device of the last stage.
         """
-        step, trains = self.step, self.step.schedule.trains
+        step, trains = self.step, self.step.makes_graphs
         trip = self._new_trip(microbatch)
         per_stage: list[Any] = []
 
@@ -450,7 +460,7 @@ class StepRun:
             self._engine._rng.drawing_in(microbatch),
             self._enter,
             self._leave,
-            self.step.schedule.trains,
+            self.step.makes_graphs,
             self._engine._hold_roots,
             self._learns,
         )

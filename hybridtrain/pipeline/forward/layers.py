@@ -11,13 +11,14 @@ surrounds both, needs no hook of its own, and neither copies nor pickles of the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
@@ -56,11 +57,15 @@ class LayerCall:
     """What calling the module of a layer does; see the module.
 
     Does not hold the module, which holds this: a deleted model is freed at once.
+
+    Attributes:
+        device: where a call outside of trips finds its arguments; None: where they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self.compiled = compiled_call(module)
+        self.device: torch.device | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer in the trip of this thread, or the module alone."""
@@ -72,6 +77,8 @@ class LayerCall:
                 return trip.run_layer(place, args, kwargs)
             if place is not None:
                 trip.draws.at_unit(place.number)
+        elif trip is None and self.device is not None:  # such as generation, which calls parts
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device), (args, kwargs))
         return (self.compiled or module._call_impl)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -82,11 +89,27 @@ class LayerCall:
         return type(None), ()
 
 
-def install(modules: Sequence[nn.Module]) -> None:
-    """Makes calls of `modules` known to trips; a second time has no effect."""
+def install(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
+    """Makes calls of `modules` known to trips; a second time changes the device alone.
+
+    Args:
+        modules: the modules.
+        device: their device, if others are on other devices.
+    """
     for module in modules:
-        if not isinstance(compiled_call(module), LayerCall):
-            replace_call(module, LayerCall(module))
+        call = compiled_call(module)
+        if not isinstance(call, LayerCall):
+            call = LayerCall(module)
+            replace_call(module, call)
+        call.device = device or call.device
+
+
+def uninstall(modules: Iterable[nn.Module]) -> None:
+    """Makes calls of `modules` their own again; those without a `LayerCall` stay as they are."""
+    for module in modules:
+        call = compiled_call(module)
+        if isinstance(call, LayerCall):
+            replace_call(module, call.compiled)
 
 
 class LayersOfStage:

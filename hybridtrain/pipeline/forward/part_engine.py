@@ -246,7 +246,7 @@ class PartRun(StepRun):
             engine._rng.drawing_in_part(microbatch),
             self._enter,
             self._leave,
-            self.step.schedule.trains,
+            self.step.makes_graphs,
         )
         return trip
 

@@ -144,6 +144,15 @@ class ForwardStage:
             self.saved_bytes = saved_bytes(in_flight.roots, state)
         self._in_flight[microbatch] = in_flight
 
+    def take_graphs(self) -> dict[int, StageInFlight]:
+        """Returns what it holds after forwards, by micro-batch, and holds nothing."""
+        in_flight, self._in_flight = self._in_flight, {}
+        return in_flight
+
+    def put_back_graphs(self, in_flight: dict[int, StageInFlight]) -> None:
+        """Holds again what `take_graphs` has returned, for the backwards."""
+        self._in_flight = in_flight
+
     def gradients_of_loss(self, microbatch: int) -> list[Tensor | None]:
         """Returns the gradient of the loss of a micro-batch, in the last stage."""
         return [self._in_flight[microbatch].gradient]

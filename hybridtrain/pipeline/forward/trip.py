@@ -521,8 +521,8 @@ class Trip:
     def _is_foreign(self, tensor: Tensor) -> bool:
         model = self._model
         if model.moves:
-            if tensor.device != model.devices[self.stage]:
-                return tensor.device in model.devices
+            if tensor.device != model.devices[self.stage] and tensor.device in model.devices:
+                return True
             if id(tensor) in self._copies:  # a later stage may have changed its copy
                 return True
         return self._cuts and tensor.requires_grad and self._is_earlier(tensor)
@@ -677,3 +677,8 @@ def for_other_thread(output: Any) -> Any:
     Its tensors are the last stage's own names, because the glue does not see that thread.
     """
     return output if here.trip is None else here.trip.cut_all((output,))[0]
+
+
+def net_of_trip() -> nn.Module | None:
+    """Returns the model that a pipeline runs in this thread; None outside of its forwards."""
+    return None if here.trip is None else here.trip._model.net

@@ -1,0 +1,124 @@
+"""Outputs whose backward is a function: where the gradients of a pipelined call arrive.
+
+    the model's outputs     [1] loss -- Carry --.
+                                                +-- Arrive --> backwards of the pipeline [2]
+                                logits - Carry -'                 |
+                                                                  '-> gradients of arguments [3]
+
+[1] Each `Carry` notes the gradient of its output. [2] `Arrive` runs once all of them have, and
+returns [3] the gradients of the arguments. The edges between them are numbers on the CPU, because
+PyTorch runs a node on the thread of its device: in a GPU's own thread, [2] would wait for backwards
+that need that thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import UserError
+
+Backward = Callable[[Mapping[int, Tensor]], Sequence[Tensor | None]]
+"""`backward(gradients)`, by the number of the output, returns the gradients of the arguments."""
+
+
+class _Arrivals:
+    """The gradients that have arrived, and what to do once all have."""
+
+    def __init__(self, backward: Backward) -> None:
+        self.backward: Backward | None = backward
+        self.gradients: dict[int, Tensor] = {}
+
+    def finish(self) -> Sequence[Tensor | None]:
+        if self.backward is None:
+            raise UserError(
+                "the backward of this call of a pipelined model has already run, and its "
+                "activations are freed: call the model again, or add up the losses and call "
+                "backward once (retain_graph=True keeps the graph of other code only)"
+            )
+        if torch.is_grad_enabled():
+            raise UserError(
+                "create_graph=True needs a graph of the backward, which a pipelined model does not "
+                "make: compute this gradient (a penalty, a force) inside the model, or with the "
+                "plain model, unpipelined(model)"
+            )
+        backward, self.backward = self.backward, None
+        gradients, self.gradients = self.gradients, {}
+        return backward(gradients)
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arrivals: _Arrivals, count: int, *inputs: Tensor) -> Any:
+        ctx.arrivals = arrivals
+        ctx.set_materialize_grads(False)
+        return tuple(torch.zeros(()) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None, None, None, *ctx.arrivals.finish())
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, arrivals: _Arrivals, held: list[Any]) -> Tensor:
+        ctx.arrivals, ctx.number = arrivals, held[0]
+        ctx.set_materialize_grads(False)
+        output: Tensor = held[1]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is not None:
+            ctx.arrivals.gradients[ctx.number] = gradient
+        return torch.zeros(()), None, None
+
+
+def attached(
+    outputs: Mapping[int, Tensor], backward: Backward, arguments: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Returns the outputs, with `backward` as their graph.
+
+    Args:
+        outputs: tensors without a graph, by their number.
+        backward: gets the gradients that have arrived; runs once.
+        arguments: the tensors whose gradients it returns.
+    """
+    arrivals = _Arrivals(backward)
+    anchor = torch.zeros((), requires_grad=True)
+    tokens = _Arrive.apply(arrivals, len(outputs), anchor, *arguments)
+    # the outputs in a list: a returned argument would be a view, which code like HF Trainer's
+    # `loss *= ...` must not change
+    return {
+        number: _Carry.apply(token, arrivals, [number, output])
+        for token, (number, output) in zip(tokens, outputs.items(), strict=True)
+    }
+
+
+class Late:
+    """The gradients of a micro-batch's outputs, which arrive after its forward.
+
+    An object, because the code between layers copies containers of the arguments that it looks at.
+
+    Attributes:
+        gradients: one for each output of the gate.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: list[Tensor | None] = []
+
+
+class Gate(torch.autograd.Function):
+    """The root of a micro-batch's backward, which hands its outputs their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, late: Late, *outputs: Tensor) -> Tensor:  # noqa: D102
+        ctx.late = late
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # noqa: D102
+        return None, *ctx.late.gradients

@@ -1,0 +1,235 @@
+"""Runs the calls of a pipelined model: with gradients, without, and those that are not cut.
+
+The pipeline is made at the first call with a batch, when patches of the forward and adapters are in
+place, and again if modules or parameters have been replaced since.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hybridtrain._base.microbatch import Microbatch, uncut
+from hybridtrain.errors import ConfigError
+from hybridtrain.launch import Launch
+from hybridtrain.model import HybridModel
+from hybridtrain.options import PipelineOptions
+from hybridtrain.piped.calls import Call, asks_for_cache, call_of, takes_cache
+from hybridtrain.piped.joining import Join, Runs, joined, proved, rules_for
+from hybridtrain.piped.replicas import Replicas
+from hybridtrain.piped.steps import Kind, Step, gradient_of_number
+from hybridtrain.pipeline import HeadOutput, net_of_trip
+from hybridtrain.world import World
+
+log = logging.getLogger("hybridtrain")
+
+_ONE_ROW = (
+    "pipelined(%s): this batch has one row, so one device works at a time. A larger batch per "
+    "device is cut into micro-batches; sequences that are packed into one row are not (for TRL's "
+    "packing, set packing_strategy='wrapped')"
+)
+
+Forward = Callable[..., Any]
+
+
+class _Here(threading.local):
+    runs_plainly = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Lets forwards of pipelined models in the block run as they are, in this thread."""
+    before, _here.runs_plainly = _here.runs_plainly, True
+    try:
+        yield
+    finally:
+        _here.runs_plainly = before
+
+
+class Runner:
+    """Runs the calls of one pipelined model.
+
+    Args:
+        net: the model.
+        launch: the launcher's facts about this process.
+        nb_part: the number of devices.
+        devices: as in `World.from_env`.
+        options: how to split and run the model.
+
+    Attributes:
+        world: the devices.
+        replicas: the copies of the model in other processes.
+        is_one_of_several: whether the launcher has started several processes.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        launch: Launch,
+        nb_part: int,
+        devices: Any,
+        options: PipelineOptions,
+    ) -> None:
+        self.net = net
+        self.options = options
+        self.world = World.of_replica(launch, torch.cuda.device_count(), nb_part, devices)
+        self.is_one_of_several = launch.size > 1
+        self.replicas = Replicas(net, launch)
+        self._model: HybridModel | None = None
+        self._kinds: dict[Hashable, Kind] = {}
+        self._has_begun = self._says_one_row = False
+
+    def __call__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the output of a call of the model.
+
+        Args:
+            forward: the forward, as assigned to `model.forward`.
+            args: the arguments by position.
+            kwargs: the arguments by name.
+        """
+        if _here.runs_plainly or net_of_trip() is not None:
+            return forward(*args, **kwargs)
+        refuse_wrapped()
+        with plainly():
+            return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        net = self.net
+        wants_gradients = torch.is_grad_enabled() and (
+            any(parameter.requires_grad for parameter in net.parameters())
+            or any(isinstance(v, Tensor) and v.requires_grad for v in (*args, *kwargs.values()))
+        )
+        learns = net.training and wants_gradients
+        # without labels, a model in evaluation mode may be asked for its keys and values
+        wants_cache = asks_for_cache(kwargs) or (
+            not learns
+            and kwargs.get("use_cache") is None
+            and kwargs.get("labels") is None
+            and bool(getattr(getattr(net, "config", None), "use_cache", False))
+            and takes_cache(net)
+        )
+        if wants_cache and not learns:
+            return self._run_uncut(forward, args, kwargs)
+        call = call_of(net, forward, args, kwargs, self.options.chunks, not wants_cache)
+        model = self._pipeline(call)
+        key = call.kind, net.training, wants_gradients, getattr(forward, "__func__", forward)
+        kind = self._kinds.setdefault(key, Kind(self.options.schedule))
+        if wants_gradients:
+            refuse_hooks(model)
+        if call.samples == 1 < self.options.chunks and not self._says_one_row:
+            self._says_one_row = True
+            log.warning(_ONE_ROW, type(net).__name__)
+        model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
+        if kind.join is None and len(call.sizes) > 1:
+            kind.join = self._proved(model, call, wants_gradients)
+        if not wants_gradients:
+            return self._evaluate(model, call, kind)
+        self.replicas.begin_step()
+        return Step(model, call, kind, self.replicas.finish_step).run()
+
+    def _is_current(self, model: HybridModel) -> bool:
+        """Returns whether the pipeline is that of the model: none of its parts has been replaced,
+        converted or moved."""
+        try:
+            model.pipeline.frozen_or_freed()
+        except ConfigError:
+            return False
+        return True
+
+    def _pipeline(self, call: Call) -> HybridModel:
+        """Returns the pipeline of the model as it is now."""
+        if self._model is None or not self._is_current(self._model):
+            if not self._has_begun:
+                self.replicas.begin()
+                # some trainers launch processes themselves, after pipelined(model)
+                self.world = replace(self.world, rank=self.replicas.rank)
+                self._has_begun = True
+            rng = None if self._model is None else self._model.rng.step
+            self._model = HybridModel(self.net, self.world, self.options)
+            self._model.split_for(Microbatch(call.cut()[0]))
+            self._model.rng.step = rng or 0
+            self._kinds.clear()
+            log.info("pipelined(%s): %s", type(self.net).__name__, self._model.plan)
+        return self._model
+
+    def _proved(self, model: HybridModel, call: Call, trains: bool) -> Join:
+        has_gradients = trains and any(p.requires_grad for p in self.net.parameters())
+
+        def output(inputs: Any) -> Any:
+            with torch.no_grad():
+                return model.run_microbatches([inputs], _as_it_is, trains=False)[0]
+
+        def gradient(number: int, inputs: Any) -> Tensor | None:
+            return gradient_of_number(model, inputs, number) if has_gradients else None
+
+        step = model.rng.step
+        try:
+            with model.evaluating(), torch.random.fork_rng():
+                return proved(call, Runs(output, gradient), rules_for(self.net))
+        finally:
+            model.rng.step = step
+
+    def _evaluate(self, model: HybridModel, call: Call, kind: Kind) -> Any:
+        parts = call.cut()
+        outputs = model.run_microbatches(parts, _as_it_is, trains=False)
+        if len(outputs) == 1:
+            return outputs[0]
+        columns, spec = [], None
+        for output in outputs:
+            leaves, spec = tree_flatten(output)
+            columns.append(leaves)
+        assert spec is not None
+        assert kind.join is not None
+        return tree_unflatten(joined(spec, columns, kind.join.weights(parts, call.sizes)), spec)
+
+    def _run_uncut(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a call as one micro-batch, device after device, such as a step of `generate()`."""
+        if self.world.devices[0].type == "cpu":  # nothing moves
+            return forward(*args, **kwargs)
+        call = call_of(self.net, forward, args, dict(kwargs), 1, False)
+        model = self._pipeline(call)
+        return model.run_microbatches([uncut(call.inputs)], _as_it_is, trains=False)[0]
+
+
+def _as_it_is(_: int, output: Any) -> HeadOutput:
+    return HeadOutput(output)
+
+
+def refuse_hooks(model: HybridModel) -> None:
+    """Refuses hooks that run once a gradient is complete, such as those of layerwise optimizers.
+
+    Raises:
+        ConfigError: a parameter has such a hook; each micro-batch adds to the gradient.
+    """
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{name} has a hook that runs when its gradient is complete "
+                "(register_post_accumulate_grad_hook), and would run it for each micro-batch: use "
+                "an optimizer that steps after the backward (not a layerwise one)"
+            )
+
+
+def refuse_wrapped() -> None:
+    """Refuses a call from inside of DistributedDataParallel.
+
+    Raises:
+        ConfigError: DDP is around the model, or around a model that contains it.
+    """
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise ConfigError(
+            "DistributedDataParallel cannot be around a pipelined model, nor around a model that "
+            "contains one: remove it, and gradients are averaged over the processes all the same"
+        )

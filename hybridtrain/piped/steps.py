@@ -1,0 +1,313 @@
+"""The two forms of a call with gradients.
+
+All outputs attached: the forwards of all micro-batches run, and their backwards when gradients
+arrive. Any output may get one, and the loss may be computed anywhere.
+
+    model(x)         F0 F1 F2 F3
+    loss.backward()                 B0 B1 B2 B3
+
+The loss attached: the whole schedule runs in the call, with the factor that the loss was multiplied
+by in the last backward, and the backward adds the gradients to `parameter.grad`.
+
+    model(x)         F0 F1 B0 F2 B1 F3 B2 B3
+    loss.backward()                             add
+
+A gradient scaler's factor is in the backward from its start, so gradients in half precision do not
+underflow. Another factor multiplies the gradients. If another output gets a gradient after all, the
+forwards run again: draws by place make them the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hybridtrain._base.precision import ThreadState
+from hybridtrain._base.values import leaves_of
+from hybridtrain.errors import BatchError, setting
+from hybridtrain.loss import zero_of
+from hybridtrain.piped.attach import Gate, Late, attached
+from hybridtrain.piped.calls import Call
+from hybridtrain.piped.joining import Join, joined
+from hybridtrain.pipeline import HeadOutput, HeldGraphs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.utils._pytree import TreeSpec
+
+    from hybridtrain.model import HybridModel
+
+
+log = logging.getLogger("hybridtrain")
+
+_SEVERAL = "outputs other than the loss of the model get gradients"
+
+
+@dataclass
+class Kind:
+    """What is known about a kind of call.
+
+    Attributes:
+        schedule: the name of the schedule, for the log.
+        join: how its outputs are joined.
+        loss: the number of the output that alone got a gradient in the last backward; None: not
+            known, or several did.
+        factor: the gradient of that output.
+        is_mixed: whether an output other than the loss has got a gradient.
+    """
+
+    schedule: str
+    join: Join | None = None
+    loss: int | None = None
+    factor: float = 1.0
+    is_mixed: bool = False
+
+    def note(self, gradients: Mapping[int, Tensor]) -> None:
+        """Notes which outputs got gradients in a backward."""
+        (number, gradient), *others = gradients.items()
+        if others or gradient.dim():
+            if not self.is_mixed:
+                log.info("forwards first, then backwards: %s", _SEVERAL)
+            self.loss, self.is_mixed = None, True
+        elif not self.is_mixed:
+            if self.loss is None:
+                schedule = setting("schedule", self.schedule)
+                log.info("%s: only the loss of the model gets a gradient", schedule)
+            self.loss, self.factor = number, usable(float(gradient))
+
+
+def usable(factor: float) -> float:
+    """Returns a factor to begin a backward with, from which any other can be reached."""
+    return factor if math.isfinite(factor) and factor else 1.0
+
+
+class Step:
+    """One call of a model in micro-batches, with gradients.
+
+    Args:
+        model: the pipeline.
+        call: the call.
+        kind: what is known about its kind.
+        finish: called after its backward, such as to average the gradients over the replicas.
+    """
+
+    def __init__(
+        self, model: HybridModel, call: Call, kind: Kind, finish: Callable[[], None]
+    ) -> None:
+        self._model, self._call, self._kind, self._finish = model, call, kind, finish
+        self._parts, self._leaves = call.with_leaves(call.cut())
+        self._weights: list[list[float] | None] | None = None
+        if kind.join is not None:
+            self._weights = kind.join.weights(self._parts, call.sizes)
+        self._state = ThreadState.capture()
+        self._number = model.rng.step
+        self._spec: TreeSpec | None = None
+        self._places: list[int] = []
+
+    def run(self) -> Any:
+        """Runs the call; returns the output of the batch."""
+        kind = self._kind
+        if kind.loss is not None and not self._leaves:
+            gradients, columns = self._run_whole(kind.loss, kind.factor)
+            loss, factor = kind.loss, kind.factor
+
+            def backward(arrived: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
+                return self._deliver(arrived, loss, factor, gradients)
+
+        else:
+            late, held, columns = self._run_forwards()
+
+            def backward(arrived: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
+                kind.note(arrived)
+                return self._run_backwards(arrived, late, held)
+
+        assert self._spec is not None
+        leaves = joined(self._spec, columns, self._weights or [None] * len(columns[0]))
+        outputs = {place: leaves[place] for place in self._places}
+        for place, output in attached(outputs, backward, self._call.entering).items():
+            leaves[place] = output
+        return tree_unflatten(leaves, self._spec)
+
+    # --- all outputs attached
+
+    def _run_forwards(self) -> tuple[list[Late], HeldGraphs, list[list[Any]]]:
+        late = [Late() for _ in self._parts]
+
+        def head(microbatch: int, output: Any) -> HeadOutput:
+            leaves = self._leaves_of(microbatch, output)
+            root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
+            return HeadOutput(list(map(_detached, leaves)), root, torch.ones_like(root))
+
+        columns, held = self._model.run_forwards(self._parts, head)
+        return late, held, columns
+
+    def _run_backwards(
+        self, arrived: Mapping[int, Tensor], late: list[Late], held: HeldGraphs
+    ) -> Sequence[Tensor | None]:
+        for place in self._places:
+            for of_part, gradient in zip(late, self._cut(place, arrived.get(place)), strict=True):
+                of_part.gradients.append(gradient)
+        self._model.run_backwards(held)
+        self._finish()
+        return self._call.joined_gradients(self._leaves)
+
+    def _cut(self, place: int, gradient: Tensor | None) -> Sequence[Tensor | None]:
+        """Returns the gradient of an output in each micro-batch."""
+        sizes = self._call.sizes
+        if gradient is None or len(sizes) == 1:
+            return [gradient] * len(sizes)
+        weights = self._weights[place] if self._weights is not None else None
+        if weights is not None:
+            return [gradient * weight for weight in weights]
+        rows = len(gradient) // self._call.samples  # several entries per sample, such as tokens
+        pieces: Sequence[Tensor] = gradient.split([size * rows for size in sizes])
+        return pieces
+
+    # --- the loss attached
+
+    def _run_whole(self, loss: int, factor: float) -> tuple[list[Tensor | None], list[list[Any]]]:
+        """Runs the schedule; returns the gradients of the parameters, and the outputs."""
+        weights = [1.0] * len(self._parts)
+        if self._weights is not None:
+            weights = self._weights[loss] or weights
+
+        def head(microbatch: int, output: Any) -> HeadOutput:
+            leaves = self._leaves_of(microbatch, output)
+            root = leaves[loss]
+            gradient = torch.full_like(root, weights[microbatch] * factor if root.dim() == 0 else 1)
+            return HeadOutput(list(map(_detached, leaves)), root, gradient)
+
+        with own_gradients(self._model) as gradients:
+            columns = self._model.run_microbatches(self._parts, head, trains=True, sync=False)
+        return gradients, columns
+
+    def _deliver(
+        self,
+        arrived: Mapping[int, Tensor],
+        loss: int,
+        used: float,
+        gradients: list[Tensor | None],
+    ) -> Sequence[Tensor | None]:
+        self._kind.note(arrived)
+        if set(arrived) != {loss}:
+            gradients.clear()
+            with self._again():
+                late, held, _ = self._run_forwards()
+            return self._run_backwards(arrived, late, held)
+        factor = float(arrived[loss])
+        parameters = self._model.parameters()
+        add(list(parameters), gradients, 1.0 if factor == used else factor / used)
+        self._finish()
+        return []
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Runs forwards with the draws of this step, and leaves buffers as they are."""
+        model = self._model
+        latest, model.rng.step = model.rng.step, self._number
+        buffers = [(buffer, buffer.clone()) for buffer in model.net.buffers()]
+        try:
+            with self._state.autocast():
+                yield
+        finally:
+            model.rng.step = latest
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+    def _leaves_of(self, microbatch: int, output: Any) -> list[Any]:
+        """Returns the leaves of a micro-batch's output; those that count nothing become zero."""
+        leaves_of(output)
+        leaves, spec = tree_flatten(output)
+        places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.requires_grad]
+        if self._spec is None:
+            self._spec, self._places = spec, places
+        if spec != self._spec or places != self._places:
+            raise BatchError(
+                f"micro-batches returned outputs of different structure: {self._spec} and {spec}. "
+                f"Return the same structure for any samples, or set {setting('chunks', 1)}"
+            )
+        for place in places if self._weights is not None else ():
+            weights = self._weights[place]  # type: ignore[index]
+            if weights is not None and not weights[microbatch]:
+                leaves[place] = zero_of(output)  # the mean over no items would be NaN
+        return leaves
+
+
+@contextmanager
+def own_gradients(model: HybridModel) -> Iterator[list[Tensor | None]]:
+    """Lets the backward in the block begin without gradients; then restores those from before.
+
+    Yields:
+        a list that holds the gradients of the parameters after the block.
+    """
+    parameters = list(model.parameters())
+    before = [parameter.grad for parameter in parameters]
+    gradients: list[Tensor | None] = []
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield gradients
+        gradients += [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+# Enough elements of a gradient to compare.
+_COMPARED = 2**20
+
+
+def gradient_of_number(model: HybridModel, inputs: Any, number: int) -> Tensor | None:
+    """Returns some elements of the gradient of a number among the outputs, of shape (n,).
+
+    None: it depends on no trained parameter.
+
+    Args:
+        model: the pipeline.
+        inputs: the inputs of one micro-batch.
+        number: the index of the number among the leaves of the output.
+    """
+
+    def head(_: int, output: Any) -> HeadOutput:
+        leaf = tree_flatten(output)[0][number]
+        if not leaf.requires_grad:
+            return HeadOutput(None, zero_of(output), torch.ones(()))
+        return HeadOutput(leaf.detach(), leaf, torch.ones_like(leaf))
+
+    with own_gradients(model) as gradients:
+        (value,), held = model.run_forwards([inputs], head)
+        model.run_backwards(held)
+    if value is None:
+        return None
+    pieces: list[Tensor] = []
+    for gradient in reversed(gradients):  # from the last layers, which are rarely all zero
+        if gradient is not None and sum(map(len, pieces)) < _COMPARED:
+            pieces.append(gradient.detach().reshape(-1)[:_COMPARED].double().cpu())
+    return torch.cat(pieces) if pieces else None
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+@torch.no_grad()
+def add(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: float) -> None:
+    """Adds `factor` times gradients, which are not used again, to those of parameters."""
+    pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
+    if factor != 1 and pairs:
+        torch._foreach_mul_([g for _, g in pairs], factor)
+    for parameter, gradient in pairs:
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)

@@ -1,0 +1,133 @@
+"""What `pipelined(model)` gains in a loop and in transformers' Trainer, on devices that sleep.
+
+The stages of `emulated_devices`, 5 ms forward and 10 ms backward. "Device after device" is what a
+`device_map` does: the same micro-batches, one after another, while one device works. The loss
+inside of the model runs the schedule in the call (1F1B), the loss outside all forwards first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridtrain import HybridModel, World, pipelined
+from scripts.bench.common import (
+    interleave,
+    optional,
+    print_footer,
+    print_table,
+    timed,
+)
+from scripts.bench.emulated_devices import BACKWARD, FORWARD, WIDTH, calibrate, network
+
+CHUNKS = 8
+
+
+class WithLoss(nn.Module):
+    """Emulated stages that compute their loss, as models of transformers do."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.stages = network(stages, 1)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns the outputs, and with labels the loss."""
+        # all stages have a whole backward, the first one too
+        output = self.stages(x.detach().requires_grad_())
+        return {"logits": output} if labels is None else {"loss": output.mean(), "logits": output}
+
+
+def split_of(stages: int) -> list[int]:
+    """One emulated stage for each device."""
+    return [1] * stages
+
+
+def trainer_steps(stages: int, steps: int) -> list[float]:
+    """Returns the seconds of `training_step` of transformers' Trainer, without the first steps."""
+    transformers = optional("transformers")
+    if transformers is None:
+        return []
+    seconds: list[float] = []
+
+    class Timed(transformers.Trainer):  # type: ignore[misc,name-defined]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = super().training_step(*args, **kwargs)
+            seconds.append(time.perf_counter() - start)
+            return result
+
+    rows = [{"x": torch.randn(WIDTH), "labels": torch.tensor(0.0)} for _ in range(CHUNKS)]
+    args = transformers.TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=CHUNKS,
+        max_steps=steps,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_steps=10 * steps,
+    )
+    model = pipelined(WithLoss(stages), nb_part=stages, chunks=CHUNKS, split=split_of(stages))
+    Timed(model=model, args=args, train_dataset=rows).train()
+    return seconds[3:]
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=20)
+    options = parser.parse_args()
+    calibrate()
+    lines = []
+    for stages in (2, 4):
+        x, labels = torch.randn(CHUNKS, WIDTH), torch.zeros(CHUNKS)
+        plain = WithLoss(stages)
+        settings = {"nb_part": stages, "chunks": CHUNKS, "split": split_of(stages)}
+        outside = pipelined(WithLoss(stages), **settings)
+        inside = pipelined(WithLoss(stages), **settings)
+        world = World.from_env(stages, "cpu")
+        step = HybridModel(WithLoss(stages), world, chunks=CHUNKS, split=split_of(stages))
+
+        def one_by_one(plain: Any = plain, x: Tensor = x) -> None:
+            for part in x.split(1):
+                (plain(part)["logits"].mean() / CHUNKS).backward()
+
+        def loss_outside(outside: Any = outside, x: Tensor = x) -> None:
+            outside(x)["logits"].mean().backward()
+
+        def loss_inside(inside: Any = inside, x: Tensor = x, labels: Tensor = labels) -> None:
+            inside(x, labels=labels)["loss"].backward()
+
+        def train_step(step: HybridModel = step, x: Tensor = x) -> None:
+            step.train_step(x, None, lambda output, _: output["logits"].mean())
+
+        jobs = {
+            "device after device": timed(one_by_one),
+            "train_step": timed(train_step),
+            "loss inside": timed(loss_inside),
+            "loss outside": timed(loss_outside),
+        }
+        found = interleave(jobs, options.repeats, warm_up=3)
+        found["transformers' Trainer"] = trainer_steps(stages, options.repeats + 3)
+        ideal = (CHUNKS + stages - 1) * (FORWARD + BACKWARD)
+        alone = statistics.median(found["device after device"])
+        for name, seconds in found.items():
+            if seconds:
+                s = statistics.median(seconds)
+                cells = f"{1000 * s:.1f}", f"{ideal / s:.3f}", f"{alone / s:.2f}"
+                lines.append((f"{stages} stages: {name}", *cells))
+        bound = stages * CHUNKS / (CHUNKS + stages - 1)
+        lines.append((f"{stages} stages: bound", f"{1000 * ideal:.1f}", "1", f"{bound:.2f}"))
+    heads = ("", "ms", "of the ideal", "times device after device")
+    print_table(heads, lines)
+    print_footer(f"{CHUNKS} micro-batches; medians; the loops take turns.")
+
+
+if __name__ == "__main__":
+    main()

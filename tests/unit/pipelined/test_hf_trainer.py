@@ -1,0 +1,180 @@
+"""Trainers of transformers, with one changed line: the same losses, norms, metrics and weights."""
+
+import pytest
+import torch
+from support.hf import Texts, bert, llama, padded, t5
+
+from hybridtrain import pipelined
+from hybridtrain.errors import BatchError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")  # its Trainer needs it
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+COMPARED = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_exact")
+CLOSE = {"rtol": 2e-6, "atol": 1e-6}
+CLOSE_IN_HALF = {"rtol": 5e-3, "atol": 5e-3}
+
+
+def settings(folder, seq2seq=False, **more):
+    kind = transformers.Seq2SeqTrainingArguments if seq2seq else transformers.TrainingArguments
+    return kind(
+        output_dir=str(folder),
+        per_device_train_batch_size=5,
+        per_device_eval_batch_size=5,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        learning_rate=0.1,
+        optim="sgd",
+        max_grad_norm=0.5,
+        logging_steps=1,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **more,
+    )
+
+
+def piped(model):
+    return pipelined(model, devices=["cpu:0", "cpu:1"], chunks=3)
+
+
+def run(folder, model, wrap, kind=None, classes=None, resume=None, before=None, **more):
+    """Trains; returns the numbers of the log and the weights."""
+    more_of_trainer = {k: more.pop(k) for k in ("compute_metrics",) if k in more}
+    args = settings(folder, seq2seq=kind is not None, **more)
+    trainer = (kind or transformers.Trainer)(
+        model=wrap(model),
+        args=args,
+        train_dataset=Texts(classes=classes),
+        eval_dataset=Texts(rows=11, seed=1, classes=classes),
+        data_collator=padded,
+        **more_of_trainer,
+    )
+    if before is not None:
+        before(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    log = [{k: v for k, v in entry.items() if k in COMPARED} for entry in trainer.state.log_history]
+    return log, dict(model.state_dict())
+
+
+def assert_alike(tmp_path, make, close=CLOSE, **options):
+    plain = run(tmp_path / "plain", make(), lambda model: model, **options)
+    pipe = run(tmp_path / "pipe", make(), piped, **options)
+    assert any(plain[0])
+    torch.testing.assert_close(pipe, plain, **close)
+
+
+def accuracy(prediction):
+    logits = prediction.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    right = torch.as_tensor(logits).argmax(-1) == torch.as_tensor(prediction.label_ids)
+    return {"accuracy": float(right.double().mean())}
+
+
+def test_a_causal_language_model(tmp_path):
+    assert_alike(tmp_path, llama, load_best_model_at_end=True)
+
+
+def test_tied_weights(tmp_path):
+    assert_alike(tmp_path, lambda: llama(tie_word_embeddings=True))
+
+
+def test_bf16(tmp_path):
+    assert_alike(tmp_path, llama, CLOSE_IN_HALF, bf16=True)
+
+
+def test_gradient_checkpointing(tmp_path):
+    assert_alike(tmp_path, llama, gradient_checkpointing=True)
+
+
+def test_label_smoothing_computes_the_loss_outside_of_the_model(tmp_path):
+    assert_alike(tmp_path, llama, label_smoothing_factor=0.1)
+
+
+def test_a_classifier_that_ignores_the_number_of_items(tmp_path):
+    assert_alike(tmp_path, bert, classes=3, compute_metrics=accuracy)
+
+
+def test_an_encoder_and_a_decoder_that_generate_in_their_evaluation(tmp_path):
+    def exact(prediction):
+        ids = torch.as_tensor(prediction.predictions)
+        return {"exact": float(ids.sum())}
+
+    assert_alike(
+        tmp_path,
+        t5,
+        kind=transformers.Seq2SeqTrainer,
+        compute_metrics=exact,
+        predict_with_generate=True,
+        generation_max_length=8,
+    )
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    whole = run(tmp_path / "whole", llama(), piped)
+    (first,) = sorted((tmp_path / "whole").glob("checkpoint-3"))
+    _, weights = run(tmp_path / "again", llama(), piped, resume=str(first))
+    torch.testing.assert_close(weights, whole[1], rtol=0, atol=0)
+
+
+def test_a_resumed_run_may_change_from_plain_to_pipelined(tmp_path):
+    whole = run(tmp_path / "whole", llama(), lambda model: model)
+    (first,) = sorted((tmp_path / "whole").glob("checkpoint-3"))
+    _, weights = run(tmp_path / "again", llama(), piped, resume=str(first))
+    torch.testing.assert_close(weights, whole[1], **CLOSE)
+
+
+def test_generation_is_that_of_the_plain_model():
+    plain, model = llama(), piped(llama())
+    batch = padded([Texts()[i] for i in range(5)])
+    model(**batch).loss.backward()  # the pipeline is made
+    ids = torch.randint(1, 50, (3, 5), generator=torch.Generator().manual_seed(0))
+    for options in ({}, {"num_beams": 3}, {"use_cache": False}):
+        options = {"max_new_tokens": 6, "do_sample": False, **options}
+        assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+def test_keys_and_values_come_back_from_a_model_in_evaluation():
+    plain, model = llama().eval(), piped(llama()).eval()
+    ids = torch.randint(1, 50, (3, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        cache, expected = (net(ids[:, :4]).past_key_values for net in (model, plain))
+        after = [
+            net(ids[:, 4:], past_key_values=c).logits
+            for net, c in ((model, cache), (plain, expected))
+        ]
+    torch.testing.assert_close(after[0], after[1], **CLOSE)
+
+
+def test_answers_that_the_loss_would_ignore_are_refused():
+    """A mean over starts and a mean over ends, which have different counts then."""
+    torch.manual_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    net = transformers.BertForQuestionAnswering(
+        transformers.BertConfig(vocab_size=50, num_attention_heads=4, **config)
+    )
+    model = piped(net)
+    inputs = {"input_ids": torch.randint(50, (6, 8)), "end_positions": torch.full((6,), 5)}
+    model(**inputs, start_positions=torch.arange(6)).loss.backward()
+    with pytest.raises(BatchError, match="outside its sequence"):
+        model(**inputs, start_positions=torch.tensor([1, 2, 8, 3, 8, 4]))
+
+
+def test_a_second_loss_of_a_router_is_refused():
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    net = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=50,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            output_router_logits=True,
+            **config,
+        )
+    )
+    with pytest.raises(BatchError, match="a router"):
+        piped(net)(**padded([Texts()[i] for i in range(6)]))

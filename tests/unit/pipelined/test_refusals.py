@@ -1,0 +1,167 @@
+"""What a pipeline cannot do is refused at that line, with the way out."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridtrain import pipelined, unpipelined
+from hybridtrain.errors import BatchError, ConfigError, UserError
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def pipe(model=None, **settings):
+    return pipelined(model or net(), **{"nb_part": 2, "chunks": 4, **settings})
+
+
+def test_a_second_backward_of_a_call():
+    loss = pipe()(torch.randn(8, 6)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UserError, match="call the model again"):
+        loss.backward()
+
+
+def test_a_graph_of_the_backward():
+    loss = pipe()(torch.randn(8, 6)).sum()
+    with pytest.raises(UserError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+
+
+def test_a_compiled_model():
+    with pytest.raises(ConfigError, match="compile=True"):
+        torch.compile(pipe())
+    with pytest.raises(ConfigError, match="compile=True"):
+        pipe().compile()
+
+
+def test_distributed_data_parallel():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="DistributedDataParallel cannot be around"):
+            DistributedDataParallel(pipe())
+        around = DistributedDataParallel(nn.Sequential(pipe(), nn.Linear(3, 3)))
+        with pytest.raises(ConfigError, match="DistributedDataParallel cannot be around"):
+            around(torch.randn(8, 6))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fully_sharded_data_parallel():
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard import FSDPModule
+
+    model = pipe()
+    with pytest.raises(ConfigError, match="FSDP cannot be around"):
+        model.__class__ = type("FSDPSequential", (FSDPModule, nn.Sequential), {})
+    with pytest.raises(ConfigError, match="FSDP cannot be around"):
+        model._is_fsdp_managed_module = True  # which every version of FSDP sets
+    assert fully_shard
+
+
+def test_an_argument_with_another_number_of_rows():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x, scale):
+            return self.body(x) * scale[: len(x)]
+
+    with pytest.raises(BatchError, match=r"hybridtrain.shared"):
+        pipe(Scaled())(torch.randn(8, 6), torch.randn(9, 1))
+
+
+def test_an_output_whose_samples_depend_on_one_another():
+    class Compared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x):
+            y = self.body(x)
+            return y - y.mean(0)
+
+    with pytest.raises(BatchError, match="depend on the others"):
+        pipe(Compared())(torch.randn(8, 6))
+
+
+def test_a_loss_that_is_neither_a_mean_nor_a_sum():
+    class Contrastive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x):
+            y = F.normalize(self.body(x), dim=1)
+            return F.cross_entropy(5 * y @ y.T, torch.arange(len(x)))
+
+    with pytest.raises(BatchError, match=r"neither a sum.* nor a mean over samples"):
+        pipe(Contrastive())(torch.randn(8, 6))
+
+
+def test_a_mean_that_the_arguments_do_not_count():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x, mask):
+            return (self.body(x).square() * mask).sum() / mask.sum()
+
+    mask = torch.rand(8, 3, generator=torch.Generator().manual_seed(0)).round()
+    with pytest.raises(BatchError, match="micro-batches would give another gradient"):
+        pipe(Masked())(torch.randn(8, 6), mask)
+
+
+def test_a_hook_that_waits_for_the_whole_gradient():
+    model = pipe()
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigError, match=r"0\.weight has a hook"):
+        model(torch.randn(8, 6))
+
+
+def test_plugins_of_accelerate_that_take_a_model_apart():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = pipe()
+    for plugin in ("FSDP", "DEEPSPEED"):
+        accelerator.state.distributed_type = accelerate.DistributedType[plugin]
+        try:
+            with pytest.raises(ConfigError, match=f"plugin {plugin} cannot be around"):
+                accelerator.prepare(model)
+        finally:
+            accelerator.state.distributed_type = accelerate.DistributedType.NO
+
+
+def test_what_is_not_a_model_and_what_is_pipelined_already():
+    with pytest.raises(ConfigError, match="not Linear"):
+        pipelined(nn.Linear)
+    with pytest.raises(ConfigError, match=r"unpipelined\(model\)"):
+        pipe(pipe())
+
+
+def test_no_devices():
+    with pytest.raises(ConfigError, match="nb_part="):
+        pipelined(net())
+
+
+def test_an_unknown_setting():
+    with pytest.raises(TypeError, match="did you mean 'schedule'"):
+        pipe(scedule="1f1b")
+
+
+def test_unpipelined_gives_the_plain_model_back():
+    model, x = pipe(), torch.randn(8, 6)
+    model(x).sum().backward()
+    unpipelined(model)
+    assert type(model) is nn.Sequential
+    # the graph of a plain model leads to its parameters
+    assert torch.autograd.grad(model(x).sum(), model[0].weight)[0].any()
+    assert not any(module.__dict__.get("_compiled_call_impl") for module in model.modules())
