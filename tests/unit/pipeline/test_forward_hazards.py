@@ -293,7 +293,7 @@ def trained_in_parts(net: Net, stages: int, batch: tuple[Tensor, Tensor], **sett
         engine="distributed",
         processes_per_replica=stages,
     )
-    planner = Planner(net, options, batch[0], world.stage_owners, runs_forward=True)
+    planner = Planner(net, options, batch[0], world.stage_owners)
     plan = planner.plan()
     planned = planner.layers_of(plan)
     ForwardCheck(CutModel(net, plan, planned, options, world)).check_at_construction(batch[0])
