@@ -102,6 +102,7 @@ class PartEngine(ForwardEngine):
         inputs = self.transport.begin_step(step, self._kind_of_step)
         step = step._replace(source=inputs.__getitem__)
         self.rehearsals = self.rehearse(step)
+        self.transport.agree(self.rehearsals)
         values = super().run(step)
         self.transport.end_step()
         return values if self._stages[-1].index + 1 == schedule.stages else []

@@ -9,17 +9,20 @@ are small. Of floating-point inputs only the formats do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hybridtrain._base import objects
+from hybridtrain.errors import SplitError, setting
 from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.forward.part_trip import is_of_first_stage
-from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, ValueFormat
+from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal, ValueFormat
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.message_wire import (
     FirstMessage,
@@ -71,6 +74,13 @@ class Transport(Protocol):
         """
         ...
 
+    def agree(self, rehearsals: Sequence[Rehearsal]) -> None:
+        """Checks, in the first step of a kind, that all processes have rehearsed alike.
+
+        Raises:
+            SplitError: one will take another path, so it would wait for what nobody sends.
+        """
+
     def wire(
         self,
         stages: Mapping[int, ForwardStage],
@@ -98,13 +108,35 @@ class MessageTransport:
         self._known: dict[int, Formats] = {}  # by the number of the kind
         self._formats: Formats = {}  # of the messages of the step
         self._sending: list[Pending] = []
+        self._is_new = False
         self._held: list[Tensor] = []  # until it is sent
 
     def begin_step(self, step: Step, kind_of: Callable[[Step], Hashable]) -> list[Any]:
         """See `Transport`."""
         number, self._sending = self._first_message.pass_on(step, kind_of)
         self._formats = formats_of(self._known, number)
+        self._is_new = _INPUTS not in self._formats
         return self._share_inputs(step)
+
+    def agree(self, rehearsals: Sequence[Rehearsal]) -> None:
+        """See `Transport`."""
+        if not self._is_new:
+            return
+        text = "".join(rehearsal.digest for rehearsal in rehearsals)
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        assert self._world.pipeline_group is not None
+        digests = objects.gather(digest, self._world.pipeline_group)
+        others = [number for number, other in enumerate(digests) if other != digests[0]]
+        if others:
+            world = self._world
+            ranks = ", ".join(str(world.rank_of(world.data_parallel_rank, n)) for n in others)
+            raise SplitError(
+                f"the forward takes another path on rank {ranks} than on rank "
+                f"{world.rank_of(world.data_parallel_rank, 0)}: with "
+                f"{setting('engine', 'distributed')} the model's code, its settings and its Python "
+                f"state must be the same in all processes; use {setting('engine', 'local')} if "
+                "they cannot be"
+            )
 
     def _share_inputs(self, step: Step) -> list[Any]:
         world, rank = self._world, self._world.pipeline_rank

@@ -21,6 +21,7 @@ from hybridtrain.pipeline.engine import Head, Source, Step
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, of_other_code
 from hybridtrain.pipeline.forward.part_engine import PartEngine
 from hybridtrain.pipeline.forward.part_transport import Wire, without_values
+from hybridtrain.pipeline.forward.rehearsal import Rehearsal
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.message_wire import Lane
@@ -60,6 +61,9 @@ class _QueueTransport:
             return inputs
         elsewhere: list[Any] = tree_map(without_values, inputs)
         return elsewhere
+
+    def agree(self, rehearsals: Sequence[Rehearsal]) -> None:
+        pass
 
     def wire(
         self,

@@ -78,6 +78,7 @@ class LayerOutput:
 
     Attributes:
         draws: see the arguments.
+        formats: the formats of the tensors that it has made.
     """
 
     def __init__(self, output: Any, arguments: Any, draws: Any) -> None:
@@ -86,7 +87,7 @@ class LayerOutput:
         given = {id(leaf): place for place, leaf in enumerate(tree_flatten(arguments)[0])}
         made: dict[int, int] = {}
         self._made: dict[FakeTensorMode, list[Tensor | None]] = {}
-        self._formats: list[ValueFormat] = []
+        self.formats: list[ValueFormat] = []
         self._leaves: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
@@ -95,8 +96,8 @@ class LayerOutput:
                 self._leaves.append(_Given(given[id(leaf)]))
             else:
                 if id(leaf) not in made:
-                    made[id(leaf)] = len(self._formats)
-                    self._formats.append(ValueFormat.of(leaf))
+                    made[id(leaf)] = len(self.formats)
+                    self.formats.append(ValueFormat.of(leaf))
                 self._leaves.append(_Made(made[id(leaf)]))
 
     def stand_in(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
@@ -107,7 +108,7 @@ class LayerOutput:
             device: the device that they claim.
             arguments: the arguments of this call.
         """
-        made = self._made.setdefault(mode, [None] * len(self._formats))
+        made = self._made.setdefault(mode, [None] * len(self.formats))
         leaves: list[Any] = []
         given: list[Any] | None = None
         for leaf in self._leaves:
@@ -117,7 +118,7 @@ class LayerOutput:
             elif type(leaf) is _Made:
                 tensor = made[leaf.number]
                 if tensor is None or tensor._version:  # new, or code between layers has changed it
-                    form = self._formats[leaf.number]
+                    form = self.formats[leaf.number]
                     tensor = made[leaf.number] = fake_of(form, mode, device)
                 leaf = tensor
             leaves.append(leaf)
@@ -169,6 +170,12 @@ class Rehearsal:
         if tensor is None or tensor._version:
             tensor = self._inputs[mode, number] = fake_of(form, mode, device)
         return tensor
+
+    @cached_property
+    def digest(self) -> str:
+        """A text that is equal in all processes if they will take the same path."""
+        formats = [output.formats for output in self.outputs]
+        return repr((self.borders, self.events, formats))
 
     @cached_property
     def wanted(self) -> list[frozenset[Number]]:
