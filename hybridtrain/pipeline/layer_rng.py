@@ -274,7 +274,12 @@ class _NotSeeded:
     def at(self, layer: int) -> None:
         """See `_SeededDraws`."""
 
+    operations = 0
+
     def go_on(self, counts: Any) -> None:
+        """See `_ForwardDraws`."""
+
+    def skip(self, operations: int) -> None:
         """See `_ForwardDraws`."""
 
     def at_unit(self, unit: int) -> None:
@@ -481,6 +486,15 @@ class _ForwardDraws(_SeededDraws):
     def counts(self) -> tuple[int, int, int, Mapping[int, int]]:
         """The layer, the unit, and how often each unit has drawn, for `go_on`."""
         return self._layer, self._unit, self._operations, dict(self._counts)
+
+    @property
+    def operations(self) -> int:
+        """How often the unit has drawn."""
+        return self._operations
+
+    def skip(self, operations: int) -> None:
+        """Counts draws that have not been made."""
+        self._operations += operations
 
     def go_on(self, counts: tuple[int, int, int, Mapping[int, int]]) -> None:
         """Goes on where another process has left this forward."""

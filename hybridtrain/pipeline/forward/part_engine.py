@@ -94,6 +94,7 @@ class PartEngine(ForwardEngine):
         self.transport: Transport = MessageTransport(world)
         self.known: dict[Hashable, Rehearsal] = {}
         self._here = threading.local()
+        self._mode_of_copy: FakeTensorMode
         self.rehearsals: list[Rehearsal] = []  # of the micro-batches of the step
 
     def run(self, step: Step) -> list[Any]:
@@ -125,7 +126,19 @@ class PartEngine(ForwardEngine):
 
     def rehearse(self, step: Step) -> list[Rehearsal]:
         """Returns the rehearsal of each micro-batch; runs those of new kinds."""
-        return [self._rehearsal(step, microbatch) for microbatch in range(step.schedule.chunks)]
+        model: list[Model] = []  # a copy, made once if it is needed
+        found = []
+        for microbatch in range(step.schedule.chunks):
+            kind = self._kind_of(step, microbatch)
+            rehearsal = self.known.get(kind)
+            if rehearsal is None:
+                model = model or [self._copy()]
+                rehearsal = self._rehearse(step, step.source(microbatch), model[0])
+                if len(self.known) == _KINDS:
+                    del self.known[next(iter(self.known))]
+                self.known[kind] = rehearsal
+            found.append(rehearsal)
+        return found
 
     def _kind_of_step(self, step: Step) -> Hashable:
         return tuple(self._kind_of(step, number) for number in range(step.schedule.chunks))
@@ -141,18 +154,8 @@ class PartEngine(ForwardEngine):
     def _modes_of_modules(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self._model.net.modules())
 
-    def _rehearsal(self, step: Step, microbatch: int) -> Rehearsal:
-        kind = self._kind_of(step, microbatch)
-        rehearsal = self.known.get(kind)
-        if rehearsal is None:
-            rehearsal = self._rehearse(step, step.source(microbatch))
-            if len(self.known) == _KINDS:
-                del self.known[next(iter(self.known))]
-            self.known[kind] = rehearsal
-        return rehearsal
-
-    def _rehearse(self, step: Step, inputs: Any) -> Rehearsal:
-        """Runs the forward of a copy of the model on fake tensors."""
+    def _copy(self) -> Model:
+        """Returns a copy of the model on fake tensors."""
         net, planned = self._model.net, self._planned
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         layers = [layer for stage in planned.stages for layer in stage]
@@ -168,17 +171,16 @@ class PartEngine(ForwardEngine):
         copy = copy_of(Layer("", net), replacement)
         for part, copied in zip(net.modules(), copy.modules(), strict=True):
             copied.training = part.training
-        model = self._model_of_copy(copy)
-        rng = self._rng.rehearsing()
-        draws = rng.drawing_in_part(0)
-        trains = step.schedule.trains
-        trip = RehearsalTrip(mode, model, draws, trains)
-        with (
-            torch.random.fork_rng([]),
-            torch.set_grad_enabled(trains),
-            skip_scope({}),
-        ):
-            return trip.go(arguments_of(copy, inputs), step.thread_state.autocast())
+        self._mode_of_copy = mode
+        return self._model_of_copy(copy)
+
+    def _rehearse(self, step: Step, inputs: Any, model: Model) -> Rehearsal:
+        """Runs the forward of a copy of the model on fake tensors."""
+        trains = step.makes_graphs
+        draws = self._rng.rehearsing().drawing_in_part(0)
+        trip = RehearsalTrip(self._mode_of_copy, model, draws, trains)
+        with torch.random.fork_rng([]), torch.set_grad_enabled(trains), skip_scope({}):
+            return trip.go(arguments_of(model.net, inputs), step.thread_state.autocast())
 
     def _model_of_copy(self, copy: nn.Module) -> Model:
         model, planned = self._model, self._planned

@@ -16,7 +16,7 @@ computed with values that are missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -215,9 +215,12 @@ class NumberedTrip(Trip):
         except Exception as error:
             self.draws.go_on(draws)
             try:
-                return self._on_zeros(call, args, kwargs)
+                result = self._on_zeros(call, args, kwargs)
             except Exception:
                 raise error from None
+            if any(isinstance(leaf, bool | int | float | complex) for leaf in tree_leaves(result)):
+                raise _asks_for_a_number() from None  # which would be that of zeros
+            return result
 
     def _on_zeros(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if isinstance(call, nn.Module):
@@ -323,6 +326,8 @@ class RehearsalTrip(NumberedTrip):
     def __init__(self, mode: FakeTensorMode, model: Model, draws: Any, trains: bool) -> None:
         super().__init__(mode, model, 0, draws, _nothing, _nothing, trains)
         self.rehearsal = Rehearsal()
+        # what layers have returned, and how often they have drawn, see `RehearsedLayers`
+        self.known: dict[Hashable, tuple[LayerOutput, int]] = {}
         self._uses = Uses(len(model.devices))
         self._versions: dict[int, int] = {}  # of values, when their stage ended
 
@@ -395,22 +400,70 @@ class RehearsalTrip(NumberedTrip):
 class RehearsedLayers:
     """The layers of a stage in a rehearsal.
 
+    A layer that equals an earlier one, and gets arguments of equal formats, does not run again.
+
     Args:
         modules: the modules of the layers, in the copy of the model.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
+        self._structures = [_structure(module) for module in modules]
 
     def run(self, position: int, trip: RehearsalTrip, args: Any, kwargs: Any) -> Any:
-        """Runs a layer on fake tensors, or if it needs values, on zeros."""
+        """Returns what a layer returns, on fake tensors."""
         args, kwargs = tree_map_only(Tensor, trip._fake, (args, kwargs))
-        output = trip.on_fakes(self._modules[position], args, kwargs)
         assert trip.layer is not None
-        stashes = trip.layer.stashes
-        values = (output, trip.stashed(trip.layer)) if stashes else output
-        trip.rehearsal.outputs.append(LayerOutput(values, (args, kwargs), trip.draws.counts))
-        return output
+        device, stashes = trip._model.devices[0], trip.layer.stashes
+        leaves, spec = tree_flatten((args, kwargs))
+        formats = tuple(
+            ValueFormat.of(leaf) if isinstance(leaf, Tensor) else _plain_or_type(leaf)
+            for leaf in leaves
+        )
+        state = torch.is_grad_enabled(), torch.is_autocast_enabled(device.type)
+        key = self._structures[position], spec, formats, state
+        known = trip.known.get(key) if not (stashes or trip.layer.pops) else None
+        if known is not None:
+            output, draws = known
+            trip.draws.skip(draws)
+            trip.rehearsal.outputs.append(output.after(trip.draws.counts))
+            return output.new(trip._mode, device, (args, kwargs))
+        before = trip.draws.operations
+        returned = trip.on_fakes(self._modules[position], args, kwargs)
+        values = (returned, trip.stashed(trip.layer)) if stashes else returned
+        output = LayerOutput(values, (args, kwargs), trip.draws.counts)
+        trip.known[key] = output, trip.draws.operations - before
+        trip.rehearsal.outputs.append(output)
+        return returned
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Returns what two layers of equal code have in common.
+
+    Not numbers among their attributes, which may be their places in the model.
+    """
+    return tuple(
+        (
+            name,
+            type(part),
+            part.training,
+            part.extra_repr(),
+            tuple(
+                (n, t.shape, t.dtype, t.requires_grad)
+                for n, t in part._parameters.items()
+                if t is not None
+            ),
+            tuple((n, t.shape, t.dtype) for n, t in part._buffers.items() if t is not None),
+            tuple((n, v) for n, v in vars(part).items() if isinstance(v, str | bool | float)),
+        )
+        for name, part in module.named_modules()
+    )
+
+
+def _plain_or_type(leaf: Any) -> Hashable:
+    is_plain = type(leaf) in PLAIN and not isinstance(leaf, slice)
+    value: Hashable = leaf if is_plain else type(leaf)
+    return value
 
 
 class PartTrip(NumberedTrip):
@@ -610,6 +663,15 @@ def _left_otherwise() -> SplitError:
         f"list, and the forward uses it between layers: with {setting('engine', 'distributed')} "
         "the processes of other stages do not run the layer, and lack the value. Return it from "
         f"the layer, or use {setting('engine', 'local')}"
+    )
+
+
+def _asks_for_a_number() -> SplitError:
+    return SplitError(
+        "the forward asks for a number of a value, as by item(), float(), bool() or a comparison "
+        f"in an if: with {setting('engine', 'distributed')} other processes do not have the value. "
+        "Compute with the tensor instead, move the code into the layer that makes it, or use "
+        f"{setting('engine', 'local')}"
     )
 
 

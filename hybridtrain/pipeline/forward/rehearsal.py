@@ -16,6 +16,7 @@ rehearse each kind of micro-batch alone, and come to the same result.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,7 +109,27 @@ class LayerOutput:
             device: the device that they claim.
             arguments: the arguments of this call.
         """
-        made = self._made.setdefault(mode, [None] * len(self.formats))
+        return self._with_tensors(
+            self._made.setdefault(mode, [None] * len(self.formats)), mode, device, arguments
+        )
+
+    def after(self, draws: Any) -> LayerOutput:
+        """Returns the output of an equal layer with other draws before it."""
+        output = copy.copy(self)
+        output.draws, output._made = draws, {}
+        return output
+
+    def new(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
+        """Returns an output without values, of new tensors; see `stand_in`."""
+        return self._with_tensors([None] * len(self.formats), mode, device, arguments)
+
+    def _with_tensors(
+        self,
+        made: list[Tensor | None],
+        mode: FakeTensorMode,
+        device: torch.device,
+        arguments: Any,
+    ) -> Any:
         leaves: list[Any] = []
         given: list[Any] | None = None
         for leaf in self._leaves:
