@@ -312,9 +312,8 @@ class HybridModel:
         world: the processes and devices; `world.nb_part` devices form one pipeline.
         options: how to split and run the model; see `PipelineOptions`.
         example_inputs: the inputs of a batch, as for `train_step`, in which layers are found and
-            measured. None: the first batch. `engine="distributed"` needs them at construction, to
-            measure layers and to trace models whose forward has optional arguments or that torch.fx
-            cannot trace.
+            measured. None: the first batch. `engine="distributed"` needs them at construction,
+            unless the model is an `nn.Sequential` that is split without costs.
         **settings: fields of `options` to change: `HybridModel(net, world, chunks=8)`.
 
     Attributes:
@@ -384,9 +383,9 @@ class HybridModel:
 
         With that engine, each process initializes only the weights of its stages, bitwise
         identical to `HybridModel(build(), ...)` under the same seeds. No process holds the whole
-        model, not even to measure layers for the split. Some models cannot be built in parts: their
-        constructor reads tensor values, their modules are lazy, or torch.export has to trace them.
-        Each process then builds the whole model, and logs the reason.
+        model. Some models cannot be built in parts: their constructor reads tensor values, or their
+        modules are lazy. Each process then builds the whole model, and logs the reason. Stages that
+        are built in parts are not compared with plain PyTorch (`self_check`).
 
         Args:
             build: a function without arguments, or a class, that returns the module on the CPU. It
@@ -970,9 +969,8 @@ class HybridModel:
     def readers(self) -> tuple[int, ...]:
         """The processes of the pipeline that use batches, by `World.pipeline_rank`.
 
-        With `engine="distributed"`, these are the processes with the first and the last stage; all
-        if the graphs of traced layers depend on the inputs. Pass it to `Loader.batches` in your own
-        loop.
+        With `engine="distributed"`, these are the processes with the first and the last stage. Pass
+        it to `Loader.batches` in your own loop.
         """
         return self.pipeline.readers if self.is_split else (0,)
 

@@ -114,9 +114,10 @@ class PipelineOptions:
     seed: int = 0
     """The seed of random layers such as dropout."""
     self_check: bool = True
-    """Compare a small sample with the unsplit module before the first step of each kind of input
-    (dtypes, numbers of dimensions, sizes of 0 and 1, training or evaluation), on copies of the
-    model; `engine=local` repeats it at powers of two. A difference raises an error."""
+    """Compare a small sample with the unsplit module, on copies of the model: before the first step
+    of each kind of input (dtypes, numbers of dimensions, sizes of 0 and 1, training or evaluation)
+    and again at powers of two; with `engine=distributed`, once with the example inputs. A
+    difference raises an error."""
     find_unused_parameters: bool = False
     """As in DistributedDataParallel: allow steps in which some parameters get no gradient."""
     broadcast_buffers: bool = True

@@ -153,9 +153,8 @@ class World:
                 devices that every process uses, or the devices of all local processes in order.
             backend: None: `nccl` on GPUs and `gloo` on CPUs.
             timeout_s: timeout of collective calls, in seconds.
-            engine: what executes a pipeline: `local` runs the model's own forward, with all stages
-                in one process; `distributed` traces it, and runs `nb_part` processes with one
-                device each.
+            engine: what executes a pipeline: `local`, one process with all stages; `distributed`,
+                `nb_part` processes with one device each.
             stall_s: seconds without progress in a step, an evaluation or a run of a `Trainer` after
                 which the process exits with code 4 and reports what has stalled; 0: never. The
                 first steps may take four times as long, a checkpoint ten times.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 # torch.distributed exports these undocumented, and only if it is available.
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-# Tensors with shapes but without data, on which torch.export runs a forward.
+# Tensors with shapes but without data.
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -171,7 +171,7 @@ def write_cuda_memory(path: Path) -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-# --- tracing
+# --- modules and the compiler
 
 # torch._C._set_grad_enabled: all of torch.no_grad, enable_grad and set_grad_enabled call it.
 GRAD_MODE_SETTER = (torch._C, "_set_grad_enabled")

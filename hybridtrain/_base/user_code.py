@@ -1,7 +1,7 @@
 """Distinguishes the user's code from libraries, and finds the names and generators that it uses.
 
-A copy of a loss, a snapshot of a model's state and a trace all follow the user's code and stop at
-library code.
+A copy of a loss and a snapshot of a model's state both follow the user's code and stop at library
+code.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ _TICK_S = 0.25
 _GRACE_S = 2.0
 _GRACE_INTERRUPTED_S = 15.0
 _WAIT_FOR_STACKS_S = 2.0
-# The first steps and the first evaluation may compile, trace and fill caches.
+# The first steps and the first evaluation may compile, rehearse and fill caches.
 _FIRST_TIMES = 4.0
 _FIRST_STEPS = 2
 # Work that may take long without progress, and the factor by which its limit is extended.

@@ -137,7 +137,7 @@ def transformers_model(
             "tokenizer has a padding token: add one to the tokenizer, or set "
             f"{argument('pad_index')}"
         )
-    model_config.use_cache = False  # the key-value cache is for generation; stages cannot pass it
+    model_config.use_cache = False  # the key-value cache is for generation
     name = auto or TASKS[task]
     kind = getattr(transformers, name, None)
     if kind is None or not hasattr(kind, "from_config"):
@@ -274,8 +274,7 @@ def _from_settings(
 def _transformers() -> Any:
     """Returns the package, with `sdpa_masked`.
 
-    The registration happens once, before any model is built: the forwards of traced models read the
-    table of attention functions, which must not change afterwards.
+    The registration happens once, before any model is built.
     """
     try:
         import transformers

@@ -219,9 +219,8 @@ def _parsed(kind: Any, value: Any, place: str) -> Any:
 def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
     """Returns the number of layers of each stage, for a model with the layers `names`.
 
-    A model that runs its own forward and a traced one may have finer or coarser layers in places,
-    such as `encoder` and `encoder.norm`. A plan of one fits the other if each stage begins with a
-    layer of both.
+    A plan file may have finer or coarser layers in places, such as `encoder` and `encoder.norm`. It
+    fits if each stage begins with a layer of both.
 
     Raises:
         SplitError: the plan has other layers, or another number of stages.

@@ -15,7 +15,7 @@ default generator of its GPU, which the dispatcher does not see. So while a laye
 generator is seeded by place too, provided that no other stage's thread uses it.
 
 Compiled code draws different numbers than the uncompiled layer. So a separate run of the uncompiled
-layer, before its step, determines whether a compiled layer draws (`layer_runner` discards the
+layer, before its step, determines whether a compiled layer draws (`forward/layers` discards the
 result); layers that draw run uncompiled from then on. If a layer starts to draw without notice, it
 draws by place in its compiled code until the end of the step.
 """

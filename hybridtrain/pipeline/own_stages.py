@@ -6,7 +6,7 @@ With stages in several processes, no step below holds the whole model:
     each process build() without values  ->  the layers of the plan  ->  the names that it owns
     each process construct_part(build)   ->  the values of its stages
 
-Layers measured for the plan get random values, one layer at a time.
+Layers measured for the plan get random values.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def construct_own_stages(
         own_stages = _own_part(build, plan, world, options, make_planner)
     except Exception as error:  # building the whole model works, or raises the error
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    gc.collect()  # a traced model has reference cycles
+    gc.collect()  # modules may have reference cycles
     give_back_memory()
     if problems := [problem for problem in world.gather(problem) if problem]:
         if world.is_main:

@@ -29,7 +29,7 @@ _OF_TENSOR_PARALLELISM = "it applies to tensor-parallel layers, and the degree i
 NO_MEANING = {
     "optimize": "it applies to tensor parallelism; here it only sets the default of memory_weight",
     "deterministic_server": "the schedule always decides the order of execution",
-    "skip_tracing": "the model is traced without being run",
+    "skip_tracing": "models are not traced",
     "fp16_params": "parameters are fp32; fp16=true runs the forward in fp16",
     "prescaled_batch": _OF_TENSOR_PARALLELISM,
     "contiguous": "it applies to TensorFlow; stages are always contiguous",

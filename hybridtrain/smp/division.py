@@ -26,7 +26,7 @@ from hybridtrain.smp.runtime import Runtime, current
 
 log = logging.getLogger("hybridtrain")
 
-# not an attribute of the modules, because a forward that is being traced must not set any
+# not an attribute of the modules, which belong to the user
 _marked: WeakSet[nn.Module] = WeakSet()
 _STRATEGIES = ("each", "contiguous")
 

@@ -107,7 +107,7 @@ class DistributedModel(nn.Module):
 
     Args:
         module: any module that is not wrapped in DistributedDataParallel.
-        trace_device: `gpu` or `cpu`; has no effect, because the model is traced without being run.
+        trace_device: `gpu` or `cpu`; has no effect, because the model is not traced.
         trace_execution_times: partition by measured times and memory instead of estimates.
         trace_memory_usage: has the same effect.
         overlapping_allreduce: has no effect; gradients are always averaged during the backward.
@@ -281,7 +281,7 @@ class DistributedModel(nn.Module):
         return self.hybrid is not None
 
     def partition(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Partitions the model, traced with the arguments of one call; a collective call."""
+        """Partitions the model for the arguments of one call; a collective call."""
         runtime = current()
         example = Microbatch(inputs_of(self.net, args, kwargs))
         # parameters of other stages are replaced, but the optimizers still reference them

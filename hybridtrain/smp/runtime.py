@@ -263,7 +263,7 @@ def is_initialized() -> bool:
 
 
 def is_tracing() -> bool:
-    """Returns False: a model is traced without being run."""
+    """Returns False: the model's own forward runs."""
     return False
 
 

@@ -1,7 +1,7 @@
 """Compares training steps and evaluations of a pipeline with the unsplit module.
 
 Both run the same micro-batches with the same random draws, and all numbers are compared: outputs,
-losses, gradients, buffers. This reveals errors of tracing, cutting or scheduling, and losses that
+losses, gradients, buffers. This reveals errors of cutting or scheduling, and losses that
 are not a mean over the batch, on the user's own model and batches.
 
     pipeline    cut by the plan, run by schedule and engine ─┐

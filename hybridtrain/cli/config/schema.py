@@ -160,9 +160,8 @@ class WorldConfig(Group):
     """The processes and their devices."""
 
     engine: str = "local"
-    """How processes run the stages of a replica: `local`, one process with all devices, which runs
-    the model's own forward; `distributed`, `pipeline.nb_part` processes with one device each, which
-    trace the model."""
+    """How processes run the stages of a replica: `local`, one process with all devices;
+    `distributed`, `pipeline.nb_part` processes with one device each."""
     inner: str = "pp"
     """With `distributed`, the processes that get consecutive ranks: `pp`, the stages of one
     pipeline, which keeps pipelines within a node; `dp`, the replicas of one stage."""

@@ -1,13 +1,18 @@
-"""A pipeline that runs the model's own forward: `engine="local"`.
+"""A pipeline that runs the model's own forward, in one process or over several.
 
-engine     threads for trips and for backwards; the step
-trip       a micro-batch on its way through the stages
-glue       the code between layers, and the cuts of the autograd graph
-turns      the turns of a device
-places     where each call of a module runs
-layers     the calls of layers, compiled and recomputed
-stage      what belongs to a device: layers, state, backwards
-build      places layers on devices, and connects all of this
+engine           threads for trips and for backwards; the step
+trip             a micro-batch on its way through the stages
+glue             the code between layers, and the cuts of the autograd graph
+turns            the turns of a device
+places           where each call of a module runs
+layers           the calls of layers, compiled and recomputed
+stage            what belongs to a device: layers, state, backwards
+build            places layers on devices, and connects all of this
+rehearsal        what crosses the borders between processes
+part_trip        a trip where other processes have some of the stages
+part_engine      the engine of a process with some of the stages
+part_transport   the inputs and messages of such a process
+parts_here       all such processes as threads of one, for comparisons
 """
 
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, of_other_code

@@ -1,4 +1,4 @@
-"""The engine that runs the model's own forward, with all stages in this process.
+"""The engine that runs the model's own forward; `part_engine` is for stages in other processes.
 
     caller        [1] hands out the first micro-batches                          [5] all have ended
     a thread          [2] F0@0 . F0@1 [3] B0@1 . . . B0@0
