@@ -1,27 +1,23 @@
 """The pipeline: micro-batches, a schedule as data, and the engine that executes it.
 
 pipeline               the stages of this process, and operations on the whole model
-placement              builds the stages: layers on their devices, with links, ties and reducers
 own_stages             builds a process's part of a model without the rest
 agreement              checks that processes have the same batch, weights and frozen parameters
 forward/               the engine that runs the model's own forward, and its stages
 stage_backward         the backwards of a stage, whole or in two parts
-stage                  layers on a device, and their state between forward and backward
-boundary               values that enter a stage as leaves and leave it detached
+autograd_graph         what a backward reaches from a value
 split_backward         a backward in two parts: for the input, and for the weights
-layer_runner           runs the layers: seeded, recomputed, compiled, with errors that name them
+layer_errors           errors that name the layer and what it was given
 layer_rng              the random numbers of a layer
 layer_state            state that the forwards of a stage change
 replicas               logical replicas in a process: their state, and the sum of gradients
 recomputation_proof    compares recomputations with their forwards
 tensor_digest          a digest of a tensor's bits
 recompute              recomputation of activations in the backward
-links                  the values that cross a border, and that a stage passes on
 engine                 the interface of engines, and the step that they run
-engines/               engines of traced pipelines, with their transports
-message_formats        the formats of messages, from a run on fake tensors
 run_ahead              how far the host runs ahead of accelerators
 transfer, messages     messages to another device, to another process
+message_wire           the messages of a step between processes, in an order without deadlocks
 point_to_point         sends and receives between two processes
 reducer                one stage's DDP; the norm of the gradients, the fp16 loss scale
 ties, batch_norm       parameters of several stages; statistics of several micro-batches

@@ -1,4 +1,4 @@
-"""A pipeline that runs the model's own forward: `engine="local"`.
+"""A pipeline that runs the model's own forward, in one process or over several.
 
 engine     threads for trips and for backwards; the step
 trip       a micro-batch on its way through the stages
@@ -8,6 +8,14 @@ places     where each call of a module runs
 layers     the calls of layers, compiled and recomputed
 stage      what belongs to a device: layers, state, backwards
 build      places layers on devices, and connects all of this
+
+Over several processes:
+
+rehearsal       what crosses the borders, found on fake tensors
+part_trip       a trip where other processes have some of the stages
+part_engine     the engine of a process with some of the stages
+part_transport  what it gets from the others, and gives them
+parts_here      all processes as threads of this one, for comparisons
 """
 
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, of_other_code

@@ -33,6 +33,7 @@ from hybridtrain._base.torch_private import (
     pop_function_mode,
     push_function_mode,
 )
+from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import SplitError, setting
 from hybridtrain.graph import Layer
 from hybridtrain.partitioning import copy_of
@@ -338,8 +339,14 @@ class RehearsalTrip(NumberedTrip):
 
     def _end_of_stages(self, output: Any) -> HeadOutput:
         with self.glue.off():
+            leaves_of(output)  # registers dataclasses
             self.output_here(output)  # the loss may use any of it
         return HeadOutput(None)
+
+    def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
+        """Runs a layer; first registers the dataclasses that it gets, so that trips look inside."""
+        leaves_of((args, kwargs))
+        return super().run_layer(place, args, kwargs)
 
     def _note_stage(self) -> None:
         self.rehearsal.events.append(self.events)
@@ -406,6 +413,7 @@ class RehearsedLayers:
         output = trip.on_fakes(self._modules[position], args, kwargs)
         assert trip.layer is not None
         values = output, trip.stashed(trip.layer)
+        leaves_of(values)  # registers dataclasses
         trip.rehearsal.outputs.append(LayerOutput(values, (args, kwargs), trip.draws.counts))
         return output
 

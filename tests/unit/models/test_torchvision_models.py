@@ -224,7 +224,7 @@ def test_an_output_without_logits_is_one_message():
 @pytest.mark.quick_cases(1)
 def test_a_model_is_a_chain_of_layers_under_torchvisions_names(name):
     net = shapes_for_digits(name)
-    chain = observed_chain(net)
+    chain = observed_chain(net, digits())
     assert len(chain.layers) > 10
     held = {id(p) for layer in chain.layers for p in layer.module.parameters()}
     assert held == {id(p) for p in net.parameters()}
