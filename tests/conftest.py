@@ -18,7 +18,6 @@ from support.browser import browser_page  # noqa: F401
 from support.launch import logging_as_before
 from tqdm import tqdm
 
-from hybridtrain import World
 from hybridtrain.schedule import registry
 
 # Its default lock is shared with forked processes, and remains held by one that a test kills.
@@ -152,12 +151,6 @@ def log_of_other_files() -> Iterator[None]:
 def schedules_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets the schedules that a test registers, which `auto` would search in other tests."""
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces models in one process too, as `engine="distributed"` does."""
-    monkeypatch.setattr(World, "runs_forward", False)
 
 
 @pytest.fixture

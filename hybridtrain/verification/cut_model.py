@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 
+from hybridtrain._base.values import leaves_of
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Plan, PlannedLayers
 from hybridtrain.world import World
@@ -61,7 +62,7 @@ def root_of(output: Any) -> Tensor | None:
     """Returns a scalar that depends on all outputs that require a gradient, or None without any."""
     generator = torch.Generator().manual_seed(0)
     total: Tensor | None = None
-    for leaf in tree_leaves(output):
+    for leaf in leaves_of(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
             weights = torch.rand(values.shape, generator=generator, dtype=torch.float64)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from hybridtrain.pipeline.engines.processes import RECEIVES_AHEAD, order_of
+from hybridtrain.pipeline.message_wire import RECEIVES_AHEAD, order_of
 from hybridtrain.schedule import Action, Schedule
 from scripts.bench.common import mean_loss
 from scripts.bench.emulated_devices import WIDTH, Emulated, edge_to_weight

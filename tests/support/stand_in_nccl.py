@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridtrain import World
-from hybridtrain.pipeline import ENGINES
+from hybridtrain.options import ENGINES
 from support.stand_in_gpus import PATIENCE_S, DeviceTensor, StandInGPUs, Stream, real_memory
 
 

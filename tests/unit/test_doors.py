@@ -82,8 +82,6 @@ INSIDE = """
     data.fetch cli/test_keys.py unit/data/test_loader.py
     data.loader distributed/workers/gradients.py unit/data/test_loader.py
     data.same_data unit/data/test_stream.py
-    # graph: the conditions of a graph on sizes
-    graph.exporter unit/graph/test_graph_errors.py
     # launch: signals, beats and exit codes, with clocks and process ids that a test sets
     launch.activity unit/launch/test_watchdog.py unit/loop/test_evaluation.py
     launch.environment unit/launch/test_meeting.py unit/launch/test_world.py
@@ -117,15 +115,13 @@ INSIDE = """
     partitioning.manual_split unit/partitioning/test_split_spec.py unit/pipeline/test_marks.py
     partitioning.objective unit/partitioning/test_balance.py
     partitioning.plan unit/partitioning/test_plan.py
-    partitioning.planner unit/graph/test_no_trace.py
-    # pipeline: the parts of a stage: messages, routes, random numbers, backward in parts
+    partitioning.planner unit/partitioning/test_no_trace.py
+    # pipeline: the parts of a stage: messages, random numbers, backward in parts
     pipeline.forward.stage unit/pipeline/test_split_backward.py
-    pipeline.engines.inline unit/pipeline/test_skips.py
-    pipeline.engines.processes unit/pipeline/test_order_of_messages.py
-    pipeline.engines.processes unit/pipeline/test_stand_in_nccl.py
+    pipeline.message_wire unit/pipeline/test_order_of_messages.py
+    pipeline.message_wire unit/pipeline/test_stand_in_nccl.py
     pipeline.layer_rng support/matrix.py unit/launch/test_gpu_faults.py
     pipeline.layer_state unit/pipeline/test_layer_state.py
-    pipeline.links unit/pipeline/test_skips.py
     pipeline.messages unit/pipeline/test_messages.py unit/pipeline/test_order_of_messages.py
     pipeline.messages unit/pipeline/test_stand_in_nccl.py
     pipeline.model_watch unit/model/test_changed_model.py
@@ -136,7 +132,7 @@ INSIDE = """
     pipeline.replicas unit/pipeline/test_replicas.py
     pipeline.point_to_point unit/pipeline/test_point_to_point.py
     pipeline.split_backward unit/pipeline/test_split_backward.py unit/test_emulated_devices.py
-    pipeline.ties unit/pipeline/test_placement.py unit/pipeline/test_stand_in_nccl.py
+    pipeline.ties unit/pipeline/test_stand_in_nccl.py
     pipeline.timeline distributed/workers/across_processes.py unit/pipeline/test_timeline.py
     pipeline.transfer support/fake_gpus.py support/stand_in_gpus.py
     pipeline.transfer unit/pipeline/test_stand_in_gpus.py
@@ -168,9 +164,8 @@ INSIDE = """
     step.non_finite unit/step/test_not_a_number.py
     step.optimizer_step unit/step/test_optimizer_check.py
     # verification: the state of Python that a check puts back
-    verification.forward_check unit/verification/test_self_check.py
-    verification.python_state unit/verification/test_self_check.py
-    verification.self_check unit/verification/test_self_check.py
+    verification.forward_check unit/verification/test_forward_check.py
+    verification.python_state unit/verification/test_forward_check.py
 """
 
 

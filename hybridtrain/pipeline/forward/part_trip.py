@@ -34,6 +34,7 @@ from hybridtrain._base.torch_private import (
     pop_function_mode,
     push_function_mode,
 )
+from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import SplitError, setting
 from hybridtrain.graph import Layer
 from hybridtrain.partitioning import copy_of
@@ -346,8 +347,14 @@ class RehearsalTrip(NumberedTrip):
 
     def _end_of_stages(self, output: Any) -> HeadOutput:
         with self.glue.off():
+            leaves_of(output)  # registers dataclasses
             self.output_here(output)  # the loss may use any of it
         return HeadOutput(None)
+
+    def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
+        """Runs a layer; first registers the dataclasses that it gets, so that trips look inside."""
+        leaves_of((args, kwargs))
+        return super().run_layer(place, args, kwargs)
 
     def _note_stage(self) -> None:
         self.rehearsal.events.append(self.events)
@@ -432,6 +439,7 @@ class RehearsedLayers:
         before = trip.draws.operations
         returned = trip.on_fakes(self._modules[position], args, kwargs)
         values = (returned, trip.stashed(trip.layer)) if stashes else returned
+        leaves_of(values)  # registers dataclasses
         output = LayerOutput(values, (args, kwargs), trip.draws.counts)
         trip.known[key] = output, trip.draws.operations - before
         trip.rehearsal.outputs.append(output)
@@ -461,10 +469,8 @@ def _structure(module: nn.Module) -> Hashable:
     )
 
 
-def _plain_or_type(leaf: Any) -> Hashable:
-    is_plain = type(leaf) in PLAIN and not isinstance(leaf, slice)
-    value: Hashable = leaf if is_plain else type(leaf)
-    return value
+def _plain_or_type(leaf: Any) -> Any:
+    return leaf if type(leaf) in PLAIN and not isinstance(leaf, slice) else type(leaf)
 
 
 class PartTrip(NumberedTrip):

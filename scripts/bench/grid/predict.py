@@ -17,8 +17,7 @@ from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.components import optimizer_tensors_per_param
 from hybridtrain.cli.run.hardware import hardware_of
 from hybridtrain.data.stream import example_batch
-from hybridtrain.graph.chain import ChainBuilder
-from hybridtrain.partitioning import LayerCost
+from hybridtrain.partitioning import LayerCost, observed_chain
 from hybridtrain.partitioning.cost_table import (
     CostTable,
     counted_costs,
@@ -145,7 +144,7 @@ def make_predictor(
     measured = config.hardware.costs == "measured"
     # layers with buffers cannot be measured without values
     net = build() if measured else construct_on_meta(build)
-    chain = ChainBuilder(net, inputs).chain()
+    chain = observed_chain(net, inputs)
     precision, tf32 = config.trainer.precision, config.trainer.tf32
     if measured:
         device = torch.device("cuda:0" if hardware.device == "cuda" else "cpu")

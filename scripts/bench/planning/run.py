@@ -26,11 +26,10 @@ from torchvision.models import resnet18
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.precision import autocast
 from hybridtrain.cli.commands.measure_machine import measured as measured_rates
-from hybridtrain.graph.chain import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
-from hybridtrain.partitioning import LayerCost, most_temporary
+from hybridtrain.partitioning import LayerCost, most_temporary, observed_chain
 from hybridtrain.partitioning.cost_table import (
     LossOfStep,
     count_layers,
@@ -136,7 +135,7 @@ def real_layouts() -> Iterator[ParallelLayout]:
 def real(options: argparse.Namespace) -> list[Row]:
     """Returns predicted and measured milliseconds of steps of a GPT on CPU stages."""
     net, tokens = small_gpt()
-    chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
+    chain, device = observed_chain(net, tokens), torch.device("cpu")
     hardware = Hardware(device="cpu", devices_per_node=2)
     rows = []
     for layout in real_layouts():
@@ -160,7 +159,7 @@ def memory() -> list[Row]:
     net, tokens = small_gpt()
     hardware = Hardware(device="cpu", flops_per_s={"fp32": 1e11})
     loss = LossOfStep(cross_entropy, tokens)
-    table = counted_costs(ChainBuilder(net, tokens).chain(), tokens, hardware, "fp32", loss=loss)
+    table = counted_costs(observed_chain(net, tokens), tokens, hardware, "fp32", loss=loss)
     rows = []
     for layout in real_layouts():
         # the count on a CPU leaves out what a backward recomputes
@@ -182,7 +181,7 @@ def allocator() -> list[Row]:
     rows = []
     for size, precision in itertools.product(ALLOCATED, ("fp32", "bf16")):
         net, inputs, targets = ALLOCATED[size]()
-        layers = ChainBuilder(net, inputs).chain().layers
+        layers = observed_chain(net, inputs).layers
         loss = LossOfStep(cross_entropy, targets)
         costs = [each.cost for each in count_layers(layers, inputs, precision, loss)]
         predicted = sum(cost.activation_bytes for cost in costs) + most_temporary(costs)
@@ -231,7 +230,7 @@ ALLOCATED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]]
 def layers(seconds: float) -> list[Row]:
     """Returns the milliseconds of all layers of a GPT, by FLOPs and bytes and as measured."""
     net, tokens = small_gpt()
-    chain, device = ChainBuilder(net, tokens).chain(), torch.device("cpu")
+    chain, device = observed_chain(net, tokens), torch.device("cpu")
     rates = {name: value for name, value in measured_rates(seconds).items() if name != "costs"}
     hardware = Hardware(**rates)
     estimated = counted_costs(chain, tokens, hardware, "fp32")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridtrain._base.skip import pop, stash
-from hybridtrain.graph import ChainBuilder, layers_of
+from hybridtrain.graph import layers_of
 from hybridtrain.partitioning import observed_chain
 from hybridtrain.partitioning.estimates import estimate_costs
 from hybridtrain.partitioning.measurements import MAX_REPEATS, LayerProfiler
@@ -241,7 +241,7 @@ def test_a_model_that_arrives_in_evaluation_mode_is_measured_in_training(make):
     def activations(trains):
         net = make(nn.Linear(3, 4), Modes(), nn.Linear(4, 4), Modes(), nn.Linear(4, 2))
         net.train(trains)
-        layers = ChainBuilder(net, torch.randn(2, 3)).chain().layers
+        layers = observed_chain(net, torch.randn(2, 3)).layers
         Modes.seen.clear()
         profiler = LayerProfiler(layers, torch.randn(2, 3), [CPU])
         profiler.repeat(0.0)

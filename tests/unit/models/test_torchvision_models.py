@@ -16,10 +16,10 @@ from torchvision.models.inception import InceptionOutputs
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError
-from hybridtrain.graph import ChainBuilder
 from hybridtrain.loss import accuracy, cross_entropy, mse, nll
 from hybridtrain.models import torchvision_model, torchvision_models
 from hybridtrain.models.torchvision_models import shapes_only
+from hybridtrain.partitioning import observed_chain
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -224,9 +224,8 @@ def test_an_output_without_logits_is_one_message():
 @pytest.mark.quick_cases(1)
 def test_a_model_is_a_chain_of_layers_under_torchvisions_names(name):
     net = shapes_for_digits(name)
-    chain = ChainBuilder(net).chain()
+    chain = observed_chain(net, digits())
     assert len(chain.layers) > 10
-    assert not chain.unexpanded
     held = {id(p) for layer in chain.layers for p in layer.module.parameters()}
     assert held == {id(p) for p in net.parameters()}
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from hybridtrain._base.hardware import Hardware
-from hybridtrain.graph import ChainBuilder
 from hybridtrain.models import gpt
 from hybridtrain.partitioning import (
     LayerCost,
     cost_table,
     measured_costs,
+    observed_chain,
 )
 from hybridtrain.partitioning.measurements import LayerProfiler
 from hybridtrain.price import Choices, StepWork, find_plans
@@ -41,7 +41,7 @@ def test_what_layers_lose_to_other_devices_is_on_a_straight_line(monkeypatch):
 
     monkeypatch.setattr(cost_table, "LayerProfiler", Stub)
     net = nn.Sequential(nn.Linear(2, 2))
-    chain = ChainBuilder(net, torch.zeros(4, 2)).chain()
+    chain = observed_chain(net, torch.zeros(4, 2))
     table = measured_costs(chain, torch.zeros(4, 2), CPU, "fp32", sharing=2)
     # 2 samples: 8 ms, and 24 are lost; 4 samples: 16 ms, and 16 are lost
     assert [table.contention_at(n) for n in (2, 4)] == [4.0, 2.0]
@@ -52,7 +52,7 @@ def test_what_layers_lose_to_other_devices_is_on_a_straight_line(monkeypatch):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_layers_that_run_at_one_time_are_left_as_they_were(devices):
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
-    layers = ChainBuilder(net, torch.zeros(4, 4)).chain().layers
+    layers = observed_chain(net, torch.zeros(4, 4)).layers
     before = copy.deepcopy(net.state_dict())
     profiler = LayerProfiler(layers, torch.randn(4, 4), [CPU] * devices)
     draws = torch.get_rng_state()

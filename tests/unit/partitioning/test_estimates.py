@@ -11,7 +11,7 @@ from torch import nn
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.torch_private import TorchDispatchMode
 from hybridtrain.errors import SplitError
-from hybridtrain.graph import ChainBuilder, layers_of
+from hybridtrain.graph import layers_of
 from hybridtrain.models import gpt, lora, transformer
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import (
@@ -32,7 +32,7 @@ TRAFFIC = {"flops_per_s": float("inf"), "bytes_per_s": 1e9}
 
 
 def estimated(net, inputs, **options):
-    return estimate_costs(ChainBuilder(net, inputs).chain().layers, inputs, **options)
+    return estimate_costs(observed_chain(net, inputs).layers, inputs, **options)
 
 
 def mlp(*widths):
@@ -68,7 +68,7 @@ class Dispatched(TorchDispatchMode):
 def test_operators_are_those_that_pytorch_dispatches_for_real_tensors():
     net = transformer(20, max_len=8, d_model=8, nhead=2, d_hid=8, nlayers=1)
     inputs = torch.zeros(4, 8, dtype=torch.long), torch.zeros(4, 8, dtype=torch.bool)
-    layer = count_work(ChainBuilder(net, inputs).chain().layers, inputs)[1]
+    layer = count_work(observed_chain(net, inputs).layers, inputs)[1]
     x = torch.randn(4, 8, 8, requires_grad=True)
     with Dispatched() as forward:
         y, _ = net.layers[0]((x, inputs[1]))
@@ -111,7 +111,7 @@ def test_bytes_are_those_that_are_measured_also_on_the_meta_device(make, inputs)
 
     net = make()
     found = estimated(net, inputs)
-    layers = ChainBuilder(net, inputs).chain().layers
+    layers = observed_chain(net, inputs).layers
     assert in_bytes(found) == in_bytes(LayerProfiler(layers, inputs, [CPU]).costs())
     with torch.device("meta"):
         assert estimated(make(), inputs) == found

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,15 +18,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
+from support.parts import Parts
 from torch import Tensor, nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.errors import ConfigError, NotExactError, SplitError, UserError
-from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import Planner
-from hybridtrain.pipeline import HeadOutput, PartsHere
-from hybridtrain.schedule import make_schedule
-from hybridtrain.verification import CutModel, ForwardCheck
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -284,37 +279,11 @@ def trained(net: Net, stages: int, batch: tuple[Tensor, Tensor], **options: Any)
     return losses, gradients_of(net), dict(net.named_buffers())
 
 
-def trained_in_parts(net: Net, stages: int, batch: tuple[Tensor, Tensor], **settings: Any) -> Any:
+def trained_in_parts(net: Net, stages: int, batch: tuple[Tensor, Tensor], **options: Any) -> Any:
     """Trains as several processes do, each with one stage and a copy of the model."""
-    options = PipelineOptions(chunks=CHUNKS, **settings)
-    world = World(
-        size=stages,
-        devices=(torch.device("cpu"),),
-        engine="distributed",
-        processes_per_replica=stages,
-    )
-    planner = Planner(net, options, batch[0], world.stage_owners)
-    plan = planner.plan()
-    planned = planner.layers_of(plan)
-    ForwardCheck(CutModel(net, plan, planned, options, world)).check_at_construction(batch[0])
-    copies = [copy.deepcopy((net, planned.stages)) for _ in range(stages)]
-    parts = PartsHere(
-        [(own, replace(planned, stages=layers, net=own)) for own, layers in copies],
-        torch.device("cpu"),
-        options,
-    )
-    inputs, targets = ([v.clone() for v in value.tensor_split(CHUNKS)] for value in batch)
-
-    def head(microbatch: int, output: Tensor) -> HeadOutput:
-        loss = loss_of(output, targets[microbatch])
-        share = len(inputs[microbatch]) / ROWS
-        return HeadOutput(loss.detach() * share, loss, torch.full_like(loss, share))
-
-    schedule = make_schedule(options.schedule, stages, CHUNKS, 1)
+    parts = Parts(net, stages, batch[0], checks=True, chunks=CHUNKS, **options)
     for _ in range(STEPS):
-        parts.run(schedule, inputs.__getitem__, head, training=True)
-        for rng in parts.rngs:
-            rng.end_step()
+        parts.step(*batch)
     return None, parts.gradients(), parts.buffers()
 
 

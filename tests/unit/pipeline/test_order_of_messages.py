@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybridtrain import World
 from hybridtrain.launch import LaneActivity
-from hybridtrain.pipeline.engines.processes import (
+from hybridtrain.pipeline.message_wire import (
     RECEIVES_AHEAD,
     Lane,
     MessageWire,

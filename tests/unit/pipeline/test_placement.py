@@ -8,12 +8,11 @@ import pytest
 import torch
 from support.cases import thinned
 from support.fake_gpus import fake_gpus
-from support.nets import CASES, WIDTH, TanhLinear, regression, tied_gpt, token_loss, tokens
+from support.nets import CASES, WIDTH, TanhLinear, regression
 from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain import HybridModel
-from hybridtrain.pipeline import ties
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
@@ -89,15 +88,3 @@ def test_a_tensor_that_was_left_behind_is_an_error():
         with pytest.raises(RuntimeError, match=BETWEEN_DEVICES + r"(!|\n)") as info:
             model.train_step(*regression(4), F.mse_loss)
     assert any("in layer '1'" in note for note in info.value.__notes__)
-
-
-def test_an_alias_on_its_owners_device_is_an_error(monkeypatch, traced):
-    class Misplaced(ties.Parameter):
-        def __new__(cls, value, requires_grad=True):
-            return ties.nn.Parameter(value.to("cpu:0"), requires_grad)
-
-    monkeypatch.setattr(ties, "Parameter", Misplaced)
-    with fake_gpus("cpu", 2) as gpus:
-        model = HybridModel(gpus.without_numbers(tied_gpt()), gpus.world, chunks=2)
-        with pytest.raises(RuntimeError, match=BETWEEN_DEVICES + ":0"):
-            model.train_step(*tokens(4), token_loss)

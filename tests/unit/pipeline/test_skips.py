@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from support.cases import thinned
 from support.compare import (
-    CHUNKS,
     CLOSE,
     assert_same_gradients,
     hybrid,
@@ -19,11 +18,6 @@ from support.nets import Pop, Stash, TanhLinear, regression, skip_chain
 from torch import nn
 
 from hybridtrain._base.skip import pop, stash
-from hybridtrain.errors import SplitError
-from hybridtrain.graph import layers_of
-from hybridtrain.pipeline.engines import inline
-from hybridtrain.pipeline.links import PRIMARY_OUTPUT, Link, crossing, links_between, routes
-from hybridtrain.schedule import registered
 
 SPLITS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (1, 3)]  # (nb_part, stages_per_device)
 CHECKPOINTS = ["never", "except_last", "always", {"every": 1}, {"every": 2}]
@@ -144,15 +138,7 @@ def test_gradients_with_skipping_values_equal_those_of_the_plain_net(kind, split
 def test_a_stashed_value_skips_any_number_of_stages(skipped, split, recompute):
     torch.manual_seed(0)
     net = skip_chain(0, 2 * (skipped + 1))  # two layers per stage
-    model = assert_two_steps_equal_the_plain_net(
-        net, split, recompute=recompute, split=[2, 2, 2, 2]
-    )
-    links = links_between([stage.layers for stage in model.stages])
-    ends = {(link.source, link.target): link.names for link in links}
-    assert [ends[key] for key in ends if "a" in ends[key]] == [
-        (PRIMARY_OUTPUT, "a") if skipped == 0 else ("a",)
-    ]
-    assert (0, skipped + 1) in ends
+    assert_two_steps_equal_the_plain_net(net, split, recompute=recompute, split=[2, 2, 2, 2])
 
 
 @pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
@@ -183,32 +169,6 @@ def test_a_forward_with_skipping_values_equals_that_of_the_plain_net(kind, split
         x, _ = regression(rows)
         # the kernels choose their blocks by the number of samples: the last bits differ
         torch.testing.assert_close(model(x), plain(x).detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_a_stashed_value_bypasses_the_stages_between(traced):
-    net = skip_chain(0, 6)
-    layers = layers_of(net)
-    assert links_between([layers[i : i + 2] for i in (0, 2, 4, 6)]) == [
-        Link(0, 1, (PRIMARY_OUTPUT,)),
-        Link(0, 3, ("a",)),
-        Link(1, 2, (PRIMARY_OUTPUT,)),
-        Link(2, 3, (PRIMARY_OUTPUT,)),
-    ]
-
-    seen = []
-
-    class Look(nn.Module):
-        def forward(self, x):
-            with pytest.raises(KeyError):
-                pop("a")
-            seen.append(True)
-            return x
-
-    net[3], net[5] = Look(), Look()
-    # unsplit, a layer may pop what it has not declared
-    model = hybrid(net, 4, split=[2, 2, 2, 2], self_check=False)
-    model.train_step(*regression(10), F.mse_loss)
-    assert len(seen) == 2 * CHUNKS
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -265,13 +225,6 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("nb_part", [1, 3])
-@pytest.mark.parametrize(("layers", "message"), WRONG.values(), ids=WRONG)
-def test_stashes_and_pops_that_do_not_fit_together_are_refused(layers, message, nb_part, traced):
-    with pytest.raises(SplitError, match=message):
-        hybrid(nn.Sequential(*layers()), nb_part)
-
-
 class Undeclared(TanhLinear):
     def __init__(self, action):
         super().__init__()
@@ -300,31 +253,6 @@ def test_a_pop_of_what_no_earlier_layer_has_stashed_is_an_error_with_a_hint(kind
     model = hybrid(nn.Sequential(*layers()), nb_part)
     with pytest.raises(KeyError, match=r"no earlier layer has stashed it.*`stashes`.*`pops`"):
         model.train_step(*regression(10), F.mse_loss)
-
-
-@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.quick_cases(3)
-def test_an_undeclared_skipping_value_is_an_error_with_a_hint_in_every_split(
-    split, recompute, traced
-):
-    # not even where both stages run in one thread: it would be another micro-batch's value
-    layers = [Undeclared("stash"), *plain_layers(6), Undeclared("pop")]
-    model = hybrid(nn.Sequential(*layers), *split, schedule="gpipe", recompute=recompute)
-    with pytest.raises(KeyError, match=r"`stashes`.*`pops`") as caught:
-        model.train_step(*regression(10), F.mse_loss)
-    assert any("stage" in note for note in caught.value.__notes__)
-
-
-@pytest.mark.parametrize("recompute", CHECKPOINTS, ids=str)
-@pytest.mark.parametrize("nb_part", [2, 4])
-@pytest.mark.quick_cases(3)
-def test_a_pop_without_a_declaration_is_an_error_with_a_hint(nb_part, recompute, traced):
-    layers = [Stash("a"), Pop("a"), *plain_layers(5), Undeclared("pop")]
-    model = hybrid(nn.Sequential(*layers), nb_part, recompute=recompute)
-    with pytest.raises(KeyError, match=r"pop\('a'\).*`stashes`.*`pops`") as caught:
-        model.train_step(*regression(10), F.mse_loss)
-    assert any("in layer '7'" in note for note in caught.value.__notes__)
 
 
 class Forgets(TanhLinear):
@@ -381,55 +309,3 @@ def test_a_stashed_value_that_needs_no_gradient_is_passed_on():
     net = nn.Sequential(Mask(), TanhLinear(), TanhLinear(), Masked())
     assert_two_steps_equal_the_plain_net(net, (4, 1))
     assert_two_steps_equal_the_plain_net(copy.deepcopy(net), (4, 1), recompute="always")
-
-
-def test_a_stage_takes_what_is_for_it_and_passes_the_rest_on_in_the_order_of_the_border():
-    out = (PRIMARY_OUTPUT,)
-    near = [Link(stage, stage + 1, out) for stage in range(4)]
-    links = [
-        near[0],
-        Link(0, 2, ("b",)),
-        Link(0, 4, ("a",)),
-        near[1],
-        Link(1, 3, ("c",)),
-        *near[2:],
-    ]
-    of_stage = routes(links)
-    assert sorted(of_stage) == [1, 2, 3]  # the others pass nothing on
-    for stage, route in of_stage.items():
-        before, behind = crossing(links, stage - 1), crossing(links, stage)
-        own, passing = route.own_values(before)
-        assert {link.target for link in own} == {stage}
-        sent = [link for link in links if link.source == stage]
-        assert sent + passing == behind
-        own, passing = route.own_gradients(behind)
-        assert own == sent
-        incoming = sorted((k for k in links if k.target == stage), key=lambda k: -k.source)
-        assert route.gradients_before(incoming, passing) == before
-
-
-class Shelf:
-    """A wire of another kind: a dict."""
-
-    def __init__(self, stages):
-        self.messages = {}
-
-    def send(self, to, message):
-        self.messages[to] = message
-
-    def receive(self, action, doing):
-        return self.messages.pop(action._replace(kind="B" if action.kind == "I" else action.kind))
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v", "v-min"])
-def test_another_wire_needs_no_change_elsewhere(schedule, monkeypatch, traced):
-    x, y = regression(8)
-    models = []
-    for wire in (None, Shelf):
-        if wire is not None:
-            monkeypatch.setattr(inline, "_Memory", wire)
-        torch.manual_seed(0)
-        devices = 4 // (registered(schedule).stages_per_device or 1)
-        models.append(hybrid(skip_chain(0, 6), 1, devices, schedule=schedule))
-        models[-1].train_step(x, y, F.mse_loss)
-    assert_same_gradients(*models)

@@ -16,8 +16,8 @@ from torch import nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain.launch import LaneActivity
-from hybridtrain.pipeline import ENGINES
-from hybridtrain.pipeline.engines.processes import Lane, MessageWire
+from hybridtrain.options import ENGINES
+from hybridtrain.pipeline.message_wire import Lane, MessageWire
 from hybridtrain.pipeline.messages import pack
 from hybridtrain.pipeline.ties import AliasElsewhere, OwnerElsewhere
 from hybridtrain.schedule import Action, make_schedule

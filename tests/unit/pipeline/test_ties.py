@@ -101,36 +101,11 @@ def test_the_gradients_of_the_uses_are_added_in_the_order_of_plain_pytorch(nb_pa
     assert_same_gradients(net, plain)
 
 
-def test_the_gradients_of_the_uses_are_added_in_the_order_of_the_stages(traced):
-    net, untied = gpt(), gpt(tied=False)
-    x, y = tokens(8)
-    plain_step(untied, x, y, token_loss)
-    hybrid(net, 4).train_step(x, y, token_loss)
-    first, second, third = (untied[index].weight.grad for index in (0, 2, 3))
-    assert torch.equal(net[0].weight.grad, first + second + third)
-
-
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_all_uses_of_a_tied_parameter_are_the_parameter_itself(split):
     net = gpt()
     hybrid(net, *split).train_step(*tokens(8), token_loss)
     assert net[0].weight is net[2].weight is net[3].weight
-
-
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_a_tied_parameter_is_not_copied_on_one_device(split, traced):
-    net = gpt()
-    hybrid(net, *split)
-    assert aliases(net)
-    assert all(alias.data_ptr() == net[0].weight.data_ptr() for alias in aliases(net))
-
-
-def test_a_later_stage_computes_with_an_alias_of_a_tied_parameter(traced):
-    net = gpt(uses=2)
-    hybrid(net, 2)
-    (alias,) = aliases(net)
-    assert net[3].weight is alias is not net[0].weight
-    assert dict(net[3].named_parameters())["weight"] is net[0].weight
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)

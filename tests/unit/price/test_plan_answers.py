@@ -16,7 +16,6 @@ from hybridtrain._base.construction import construct_on_meta
 from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain.data import largest_batch
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.graph import ChainBuilder
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import gpt
 from hybridtrain.partitioning import (
@@ -28,6 +27,7 @@ from hybridtrain.partitioning import (
     counted_costs_of_one_size,
     given_costs,
     most_temporary,
+    observed_chain,
 )
 from hybridtrain.price import (
     Choices,
@@ -63,7 +63,7 @@ def small_gpt(vocab_size=1000, **sizes):
 @pytest.mark.quick_cases("GPT, vocabulary of 50-fp32")
 def test_the_peak_of_a_step_with_its_loss_is_that_of_the_allocator(size, precision):
     net, inputs, targets = ALLOCATED[size]()
-    layers = ChainBuilder(net, inputs).chain().layers
+    layers = observed_chain(net, inputs).layers
     counted = count_layers(layers, inputs, precision, LossOfStep(cross_entropy, targets))
     costs = [each.cost for each in counted]
     predicted = sum(cost.activation_bytes for cost in costs) + most_temporary(costs)
@@ -89,7 +89,7 @@ class Recomputed(nn.Module):
 @pytest.mark.quick_cases(1)
 def test_the_peak_with_single_layers_recomputed_is_that_of_the_allocator(recomputed):
     net, inputs, targets = ALLOCATED["GPT, vocabulary of 5,000"]()
-    layers = ChainBuilder(net, inputs).chain().layers
+    layers = observed_chain(net, inputs).layers
     loss = LossOfStep(cross_entropy, targets)
     table = counted_costs_of_one_size(layers, inputs, MACHINE, "fp32", loss=loss)
     costs = table.recomputing(recomputed).costs_at(len(inputs))
@@ -123,7 +123,7 @@ def test_as_few_layers_are_recomputed_as_memory_asks_for_the_most_useful_first()
 
 
 def test_the_loss_is_counted_on_the_last_stage_alone():
-    chain = ChainBuilder(small_gpt(), TOKENS).chain()
+    chain = observed_chain(small_gpt(), TOKENS)
     tables = [
         counted_costs(chain, TOKENS, MACHINE, "bf16", loss=loss)
         for loss in (None, LossOfStep(cross_entropy, TOKENS))
@@ -160,7 +160,7 @@ def test_a_model_with_batch_norms_of_one_value_is_counted():
 def test_flops_are_those_of_megatrons_formula():
     layers, width, seq_len, vocab = 3, 128, 32, 1000
     net = small_gpt(vocab, n_layer=layers, d_model=width, n_head=4)
-    table = counted_costs(ChainBuilder(net, TOKENS).chain(), TOKENS, MACHINE, "bf16")
+    table = counted_costs(observed_chain(net, TOKENS), TOKENS, MACHINE, "bf16")
     terms = 1 + seq_len / (6 * width) + vocab / (12 * layers * width)
     expected = 72 * seq_len * layers * width**2 * terms  # without recomputation
     assert table.flops_per_sample == pytest.approx(expected, rel=1e-3)
@@ -277,7 +277,7 @@ def test_of_plans_that_are_as_fast_the_simplest_is_proposed_and_then_the_smalles
 
 
 def test_a_search_begins_with_what_it_proposes_and_goes_on_by_time():
-    table = counted_costs(ChainBuilder(small_gpt(), TOKENS).chain(), TOKENS, MACHINE, "bf16")
+    table = counted_costs(observed_chain(small_gpt(), TOKENS), TOKENS, MACHINE, "bf16")
     found = find_layouts(table, MACHINE, StepWork(64), best=8)
     assert found[0] is proposed(found)
     rest = [one.step_ms for one in found[1:]]

@@ -15,7 +15,6 @@ from support.schedules import BUILT_IN
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.config.schema import HardwareConfig
 from hybridtrain.errors import ConfigError, SplitError
-from hybridtrain.graph import ChainBuilder
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import (
@@ -27,6 +26,7 @@ from hybridtrain.partitioning import (
     counted_costs,
     cut_by_costs,
     given_costs,
+    observed_chain,
     plan,
 )
 from hybridtrain.partitioning.estimates import Rates, count_work
@@ -475,7 +475,7 @@ def test_equal_layers_are_counted_as_if_each_was_run():
     net = gpt(64, 8, n_layer=3, n_head=2, d_model=16, dropout=0.1)
     net.blocks[1].attention.n_head = 4  # not to be seen in a parameter's shape
     tokens = torch.randint(64, (3, 8))
-    layers = ChainBuilder(net, tokens).chain().layers
+    layers = observed_chain(net, tokens).layers
     whole = count_work(layers, tokens)
     alone = [
         count_work([layer], torch.randn(3, 8, 16).requires_grad_())[0] for layer in layers[1:4]
@@ -491,7 +491,7 @@ def test_equal_layers_are_counted_as_if_each_was_run():
 def test_counted_costs_are_those_of_any_number_of_samples():
     net, hardware = gpt(64, 8, n_layer=1, d_model=16), Hardware(flops_per_s={"fp32": 1e9})
     tokens = torch.randint(64, (6, 8))
-    chain = ChainBuilder(net, tokens).chain()
+    chain = observed_chain(net, tokens)
     small, large = (counted_costs(chain, tokens[:n], hardware, "fp32") for n in (2, 6))
     for one, other in zip(small.costs_at(12), large.costs_at(12), strict=True):
         assert one.forward_ms == pytest.approx(other.forward_ms)

@@ -1,4 +1,4 @@
-"""Models that are traced, trained in stages, and compared bit for bit with the plain module."""
+"""Models with code of their own between layers, trained in stages, and compared bit for bit."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ def call(net: nn.Module, inputs: Any) -> Any:
 
 
 def hybrid(net: nn.Module, stages: int, **options: Any) -> HybridModel:
-    return HybridModel(net, World.from_env(nb_part=stages), chunks=CHUNKS, **options)
+    world = World.from_env(nb_part=stages, devices="cpu")
+    return HybridModel(net, world, chunks=CHUNKS, **{"example_inputs": samples()} | options)
 
 
 def assert_same(net: nn.Module, inputs: Any, stages: int, **options: Any) -> HybridModel:
     """`net` in `stages` gives bit for bit what it gives whole: outputs, gradients, buffers."""
     whole = copy.deepcopy(net)
-    model = hybrid(net, stages, **options)
+    model = hybrid(net, stages, **{"example_inputs": inputs} | options)
     model.train_step(inputs, None, loss_of)
     count = len(tree_leaves(inputs)[0])
     sizes = chunk_sizes(count, CHUNKS)
@@ -130,7 +131,7 @@ class Body(nn.Module):
 
 
 class Shapes(nn.Module):
-    """Python that looks at shapes and types, which torch.fx cannot follow."""
+    """Its code between layers looks at shapes and types."""
 
     def __init__(self):
         super().__init__()

@@ -1,12 +1,8 @@
-"""Before the first step of each kind of input, the stages are compared with the unsplit module.
-
-Here with both means: `engine="local"` runs the model's forward, and `engine="distributed"` a trace.
-"""
+"""Before the first step of each kind of input, the stages are compared with the unsplit module."""
 
 import copy
 import itertools
 import logging
-import threading
 
 import pytest
 import torch
@@ -20,42 +16,9 @@ from torch.nn import functional as F
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import NotExactError, UserError
-from hybridtrain.verification import forward_check, python_state, self_check
+from hybridtrain.verification import forward_check, python_state
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
-
-
-@pytest.fixture(params=["forward", "trace"])
-def means(request):
-    """What stages run: the model's own forward, or a trace of it."""
-    if request.param == "trace":
-        request.getfixturevalue("traced")
-    return request.param
-
-
-@pytest.fixture(params=["forward", "trace by numbers", "trace by expressions"])
-def way(request, monkeypatch):
-    """Large models that are traced are compared without data."""
-    if request.param != "forward":
-        request.getfixturevalue("traced")
-    if request.param == "trace by expressions":
-        monkeypatch.setattr(self_check, "SMALL_BYTES", 0)
-    return request.param
-
-
-class OneSample(nn.Module):
-    """Traced by torch.export, which takes a batch of one sample for impossible."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c, self.d = (TanhLinear() for _ in range(4))
-
-    def forward(self, x):
-        h = self.b(self.a(x))
-        assert isinstance(h * 1, Tensor)
-        if x.shape[0] == 1:
-            h = h * 3
-        return self.d(self.c(h))
 
 
 class TakesGradient(nn.Module):
@@ -87,18 +50,15 @@ class Differs(nn.Module):
 def in_a_pipeline():
     import sys
 
-    if threading.current_thread() is not threading.main_thread():
-        return True
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_filename.endswith("layer_runner.py"):
+        if frame.f_code.co_filename.endswith("forward/layers.py"):
             return True
         frame = frame.f_back
     return False
 
 
-@pytest.mark.quick_cases("forward", "trace by numbers")
-def test_a_layer_that_computes_something_else_in_a_stage_is_named(way):
+def test_a_layer_that_computes_something_else_in_a_stage_is_named():
     net = nn.Sequential(TanhLinear(), TanhLinear(), Differs(), TanhLinear())
     model = hybrid(net, 2)
     with pytest.raises(NotExactError, match="first layer with a different output is '2'"):
@@ -108,8 +68,8 @@ def test_a_layer_that_computes_something_else_in_a_stage_is_named(way):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.quick_cases("forward-1f1b", "trace by numbers-1f1b")
-def test_models_that_are_cut_rightly_are_compared_and_pass(way, schedule, caplog):
+@pytest.mark.quick_cases("1f1b")
+def test_models_that_are_cut_rightly_are_compared_and_pass(schedule, caplog):
     caplog.set_level(logging.DEBUG, logger="hybridtrain")
     for name in ("dropout", "tied_gpt", "conv", "u_net", "stateful"):
         case = CASES[name]
@@ -119,7 +79,7 @@ def test_models_that_are_cut_rightly_are_compared_and_pass(way, schedule, caplog
     assert "were not compared" not in caplog.text
 
 
-def test_the_check_is_off_where_the_option_says_so(means):
+def test_the_check_is_off_where_the_option_says_so():
     model = hybrid(nn.Sequential(TanhLinear(), Differs()), 2, self_check=False)
     model.train_step(floats(8), None, square_loss)
 
@@ -130,24 +90,6 @@ def run_batches_of_some_kinds(model):
     model.eval()(floats(8))
     model.train_step(floats(8), None, square_loss)
     model(floats(4)[:, None].double().float())
-
-
-def test_each_kind_of_input_is_checked_before_its_first_step(monkeypatch, traced):
-    model = hybrid(nn.Sequential(TanhLinear(), TanhLinear()), 2, chunks=2)
-    kinds = []
-
-    def compare(check, sample):
-        kinds.append((sample.training, sample.trains, tuple(sample.inputs.shape)))
-
-    monkeypatch.setattr(self_check.SelfCheck, "_compare", compare)
-    run_batches_of_some_kinds(model)
-    assert kinds == [
-        (True, True, (2, WIDTH)),
-        (True, True, (1, WIDTH)),
-        (False, False, (2, WIDTH)),
-        (False, True, (2, WIDTH)),
-        (False, False, (2, 1, WIDTH)),
-    ]
 
 
 def test_each_kind_of_batch_is_checked_before_its_first_step(monkeypatch):
@@ -169,7 +111,7 @@ def test_each_kind_of_batch_is_checked_before_its_first_step(monkeypatch):
     ]
 
 
-def test_the_model_and_what_its_code_reaches_are_as_before(means):
+def test_the_model_and_what_its_code_reaches_are_as_before():
     history, calls, notes = [], {"n": 0}, []
     generator = torch.Generator().manual_seed(3)
 
@@ -205,7 +147,7 @@ def test_the_model_and_what_its_code_reaches_are_as_before(means):
     assert torch.equal(net[2].mean, plain[2].mean)
 
 
-def test_hooks_of_parameters_run_in_the_comparison_too(means):
+def test_hooks_of_parameters_run_in_the_comparison_too():
     net = nn.Sequential(TanhLinear(), TanhLinear(), TanhLinear())
     # counters that the comparison does not restore, unlike numbers in a closure
     doubled, clipped = itertools.count(), itertools.count()
@@ -224,7 +166,7 @@ def test_hooks_of_parameters_run_in_the_comparison_too(means):
     assert next(doubled) == next(clipped) == 3  # in the cut copy, the unsplit copy and the step
 
 
-def test_a_module_that_never_gives_the_same_numbers_twice_is_not_refused(means, caplog):
+def test_a_module_that_never_gives_the_same_numbers_twice_is_not_refused(caplog):
     import time
 
     class Clock(TanhLinear):
@@ -238,29 +180,6 @@ def test_a_module_that_never_gives_the_same_numbers_twice_is_not_refused(means, 
     assert "hybridtrain verify" in caplog.text
 
 
-def test_a_large_model_whose_code_depends_on_data_is_compared_by_numbers(monkeypatch, traced):
-    monkeypatch.setattr(self_check, "SMALL_BYTES", 0)
-
-    class Branches(Differs):
-        def forward(self, x):
-            return super().forward(x) if x.mean() > -1e9 else x
-
-    model = hybrid(nn.Sequential(TanhLinear(), Branches()), 2)
-    with pytest.raises(NotExactError, match="output differs by"):
-        model.train_step(floats(8), None, square_loss)
-
-
-def test_what_is_too_large_for_numbers_is_said_once(monkeypatch, caplog, traced):
-    monkeypatch.setattr(self_check, "SMALL_BYTES", 0)
-    monkeypatch.setattr(self_check, "MAX_BYTES", 0)
-    model = hybrid(nn.Sequential(TanhLinear(), Differs()), 2)
-    with caplog.at_level(logging.INFO, "hybridtrain"):
-        model.train_step(floats(8), None, square_loss)
-        model.eval()(floats(8))
-    assert caplog.text.count("hybridtrain verify") == 1
-    assert "output is computed differently" in caplog.text
-
-
 def test_that_a_model_is_too_large_to_run_ahead_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(forward_check, "MAX_BYTES", 0)
     model = hybrid(nn.Sequential(TanhLinear(), Differs()), 2)
@@ -272,7 +191,7 @@ def test_that_a_model_is_too_large_to_run_ahead_is_said_once(monkeypatch, caplog
 
 
 def test_a_model_that_holds_more_objects_than_can_be_restored_is_not_run_for_the_check(
-    means, monkeypatch, caplog
+    monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO, logger="hybridtrain")
     monkeypatch.setattr(python_state, "_MAX_OBJECTS", 100)
@@ -289,20 +208,7 @@ def test_a_model_that_holds_more_objects_than_can_be_restored_is_not_run_for_the
     assert "too many objects to restore" in caplog.text
 
 
-def test_branches_on_one_sample_are_right_or_refused(means):
-    inputs, plain = floats(7), OneSample()
-    model = hybrid(copy.deepcopy(plain), 2, chunks=4, example_inputs=floats(8))
-    try:
-        model.train_step(inputs, None, square_loss)
-    except UserError:
-        return
-    for part in inputs.tensor_split([2, 4, 6]):
-        (square_loss(plain(part), None) * len(part) / 7).backward()
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(model.net.get_parameter(name).grad, parameter.grad), name
-
-
-def test_a_gradient_that_a_layer_takes_of_its_input_is_right_or_refused(means):
+def test_a_gradient_that_a_layer_takes_of_its_input_is_right_or_refused():
     plain = nn.Sequential(TanhLinear(), TakesGradient(), TanhLinear())
     model = hybrid(copy.deepcopy(plain), 2, split=[1, 2], chunks=2)
     try:
@@ -334,7 +240,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("examples", [2, *thorough([25])])
-def test_any_python_in_a_forward_is_exact_or_refused(means, examples):
+def test_any_python_in_a_forward_is_exact_or_refused(examples):
     lists = st.lists(st.sampled_from(LINES), min_size=1, max_size=4)
     cases = given(lists, st.sampled_from([8, 7, 5, 1]))
     settings(max_examples=examples)(cases(check_forward))()
@@ -367,13 +273,10 @@ def check_forward(lines, samples):
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("means", "check"),
-    [("forward", forward_check.ForwardCheck), ("trace", self_check.SelfCheck)],
-    indirect=["means"],
-)
-def test_a_pipeline_over_one_device_without_a_trace_needs_no_check(means, check, monkeypatch):
-    monkeypatch.setattr(check, "_check", lambda *args: pytest.fail("is checked"))
+def test_a_model_in_one_stage_needs_no_check(monkeypatch):
+    monkeypatch.setattr(
+        forward_check.ForwardCheck, "_check", lambda *args: pytest.fail("is checked")
+    )
     model = hybrid(mlp(), 1)
     model.train_step(*classification(8), F.cross_entropy)
     assert isinstance(model, HybridModel)

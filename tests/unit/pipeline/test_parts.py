@@ -1,0 +1,362 @@
+"""`engine="distributed"`: each process runs the forward, but only the layers of its own stages.
+
+All processes are threads of this one here, see `support.parts`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.forward_nets import CHUNKS, Net, batch, pipeline, plain_step
+from support.parts import Parts
+from torch import Tensor, nn
+
+from hybridtrain._base.skip import pop, stash
+from hybridtrain.errors import SplitError
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def assert_same_gradients(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        mine = found[name]
+        assert (mine is None) == (gradient is None), name
+        assert mine is None or gradient is None or torch.equal(mine, gradient), name
+
+
+def gradients_of(net: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+
+def assert_plain(
+    net: nn.Module, stages: int = 3, inputs: Any = None, loss: Any = F.mse_loss, **options: Any
+) -> Parts:
+    """Two steps over processes have the gradients of plain PyTorch, bit for bit."""
+    x, y = batch()
+    inputs = x if inputs is None else inputs
+    plain = copy.deepcopy(net)
+    parts = Parts(net, stages, inputs, checks=True, chunks=CHUNKS, **options)
+    for _ in range(2):
+        parts.step(inputs, y, loss)
+        columns = [*(inputs if isinstance(inputs, tuple) else (inputs,)), y]
+        for *part, target in zip(*(value.tensor_split(CHUNKS) for value in columns), strict=True):
+            (loss(plain(*part), target) * (len(target) / len(y))).backward()
+    assert_same_gradients(parts.gradients(), gradients_of(plain))
+    return parts
+
+
+# Values that a stage would lack
+
+
+class Leaves(nn.Linear):
+    """Leaves a value in an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left = x.mean()
+        return super().forward(x)
+
+
+class UsesTheAttribute(Net):
+    def prepare(self) -> None:
+        self.a = Leaves(8, 8)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.c(self.b(x) * self.a.left)
+
+
+class Appends(nn.Linear):
+    """Appends a value to a list."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.values: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.values.append(x.mean())
+        return super().forward(x)
+
+
+class UsesTheList(Net):
+    def prepare(self) -> None:
+        self.a = Appends()
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.c(self.b(x) * self.a.values.pop())
+
+
+@pytest.mark.parametrize("kind", [UsesTheAttribute, UsesTheList])
+def test_a_value_that_a_layer_leaves_otherwise_than_by_its_output_is_refused(
+    kind: type[Net],
+) -> None:
+    parts = Parts(kind(), 2, batch()[0])
+    with pytest.raises(SplitError, match="leaves a value otherwise than by its output"):
+        parts.step(*batch())
+
+
+class TakesTurns(Net):
+    """Its forward depends on how often it has run."""
+
+    def prepare(self) -> None:
+        self.runs = 0
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        x = self.b(x)
+        return self.c(x * 2 if self.runs % 2 else x)
+
+
+def test_a_forward_that_takes_another_path_than_in_its_rehearsal_is_refused() -> None:
+    parts = Parts(TakesTurns(), 2, batch()[0])
+    with pytest.raises(SplitError, match="takes another path than in its rehearsal"):
+        parts.step(*batch())
+
+
+class ChangesUnderAnotherName(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        first = x[:, :4]
+        y = self.c(self.b(x))
+        x.mul_(2)
+        return y + torch.cat([first, first], 1)
+
+
+def test_a_change_of_a_value_that_another_stage_has_under_another_name_is_refused() -> None:
+    net = ChangesUnderAnotherName()
+    parts = Parts(net, 2, batch()[0], split=["c"])
+    with pytest.raises(SplitError, match=r"changed in place, and stage 1 uses it under another"):
+        parts.step(*batch())
+    whole = copy.deepcopy(net)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain_step(whole, *batch())  # plain PyTorch refuses it as well
+
+
+class ChangesItsOwn(Net):
+    """The same change of a value that both stages know by one name."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = x * 1
+        x.mul_(2)
+        return self.c(self.b(x)) + x
+
+
+@pytest.mark.parametrize("split", [["b"], ["c"], ["d"]], ids=str)
+def test_a_change_before_the_border_crosses_with_the_value(split: list[str]) -> None:
+    assert_plain(ChangesItsOwn(), 2, split=split)
+
+
+# Layers that need values
+
+
+class Routes(nn.Linear):
+    """Sends each sample to one of two weights, as a router of experts does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        chosen = y[:, 0] > 0
+        if chosen.sum().item() < 0:
+            raise AssertionError
+        out = torch.zeros_like(y)
+        for rows in (chosen.nonzero()[:, 0], (~chosen).nonzero()[:, 0]):
+            out = out.index_add(0, rows, y[rows].tanh())
+        return out
+
+
+@pytest.mark.parametrize("place", ["a", "b", "d"])
+def test_a_layer_that_needs_values_is_rehearsed_on_zeros(place: str) -> None:
+    net = Net()
+    setattr(net, place, Routes(8, 8))
+    assert_plain(net)
+
+
+# Draws
+
+
+class DrawsBetweenLayers(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.b(F.dropout(x, 0.3)), 0.3)
+        x = self.c(x) * torch.rand(8) + torch.randn(len(x), 1)
+        return F.dropout(x, 0.3)
+
+
+class DrawsInLayers(Net):
+    def prepare(self) -> None:
+        self.b, self.c = nn.Sequential(self.b, nn.Dropout(0.3)), nn.Sequential(nn.Dropout(), self.c)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return torch.rand(8) * self.c(F.dropout(self.b(x), 0.2))
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"recompute": "always"}], ids=str)
+@pytest.mark.parametrize("kind", [DrawsBetweenLayers, DrawsInLayers])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.quick_cases(6)
+def test_draws_are_those_of_one_stage(
+    kind: type[Net], stages: int, options: dict[str, Any]
+) -> None:
+    net = kind()
+    parts = Parts(net, stages, batch()[0], checks=True, **options)
+    one = pipeline(net, 1)
+    for _ in range(2):
+        parts.step(*batch())
+        one.train_step(*batch(), F.mse_loss)
+    assert_same_gradients(parts.gradients(), gradients_of(net))
+
+
+# Inputs
+
+
+class Embeds(Net):
+    """Code between its layers uses both inputs, and notes what they are."""
+
+    def prepare(self) -> None:
+        self.embed = nn.Embedding(5, 8)
+        self.notes: list[tuple[int, str, str]] = []
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = self.b(self.a(x)) + self.embed(ids)
+        self.notes.append((self.part, type(x).__name__, type(ids).__name__))
+        if ids.max() > 3:
+            y = y * 2
+        return self.d(self.c(y) * (ids > 1)[:, None] + x)
+
+    part = -1
+
+
+def test_integer_inputs_reach_all_processes_and_floating_point_ones_the_first_alone() -> None:
+    x, y = batch()
+    ids = torch.arange(len(x)) % 5
+    parts = assert_plain(Embeds(), 2, (x, ids), split=["c"])
+    for number, net in enumerate(parts.nets):
+        net.part = number  # type: ignore[assignment]
+        net.notes.clear()  # type: ignore[operator, union-attr]
+    parts.step((x, ids), y)
+    assert {note for net in parts.nets for note in net.notes} == {  # type: ignore[union-attr]
+        (0, "Tensor", "Tensor"),
+        (1, "FakeTensor", "Tensor"),
+    }
+
+
+# Values of other kinds
+
+
+@dataclass
+class Answer:
+    value: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class Pair(NamedTuple):
+    value: Tensor
+    extra: Tensor
+
+
+class Returns(Net):
+    def __init__(self, made: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        return self.made(self.d(self.c(self.b(y))), y, x)
+
+
+OUTPUTS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
+    "tuple": (lambda z, y, x: (z, y), lambda out: out[0] + out[1]),
+    "dict": (lambda z, y, x: {"z": z, "list": [y, x]}, lambda out: out["z"] + out["list"][0]),
+    "namedtuple": (lambda z, y, x: Pair(z, y), lambda out: out.value * out.extra),
+    "dataclass": (lambda z, y, x: Answer(z, (y, x)), lambda out: out.value + out.hidden[0]),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_may_have_values_of_every_stage(kind: str) -> None:
+    made, used = OUTPUTS[kind]
+    assert_plain(Returns(made), loss=lambda output, target: F.mse_loss(used(output), target))
+
+
+@dataclass
+class Package:
+    value: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+@dataclass
+class Further:
+    value: Tensor
+    hidden: tuple[Tensor, ...]
+
+
+class Packs(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Package(super().forward(x), (x, x * 2))
+
+
+class Unpacks(nn.Linear):
+    def forward(self, answer: Any) -> Tensor:
+        return super().forward(answer.value) * answer.hidden[1] + answer.hidden[0]
+
+
+class Wraps(Net):
+    """Code between layers makes an object for a layer, too."""
+
+    def prepare(self) -> None:
+        self.b, self.c, self.d = Packs(8, 8), Unpacks(8, 8), Unpacks(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.b(self.a(x))
+        y = self.c(packed)
+        return self.d(Further(y, (packed.hidden[0], y)))
+
+
+@pytest.mark.parametrize("split", [["b"], ["c"], ["d"]], ids=str)
+def test_a_dataclass_may_cross_a_border(split: list[str]) -> None:
+    assert_plain(Wraps(), 2, split=split)
+
+
+class Stashes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        stash("kept", x)
+        return super().forward(x)
+
+
+class Pops(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + pop("kept")
+
+
+def test_a_stashed_value_that_no_layer_declares_does_not_cross_and_says_how_to() -> None:
+    net = Net()
+    net.a, net.d = Stashes(8, 8), Pops(8, 8)
+    parts = Parts(net, 2, batch()[0])
+    with pytest.raises(KeyError, match=r"`stashes`.*`pops`"):
+        parts.step(*batch())
+
+
+# Kinds of micro-batches
+
+
+class AsksForSizes(Net):
+    def middle(self, x: Tensor) -> Tensor:
+        x = self.b(x)
+        for number in range(len(x)):
+            x = x + number
+        return self.c(x * 3) if x.shape[0] == 1 else self.c(x).tanh() - x.mean(0)
+
+
+def test_micro_batches_of_other_sizes_take_their_own_way_through_the_forward() -> None:
+    net, plain = AsksForSizes(), AsksForSizes()
+    plain.load_state_dict(net.state_dict())
+    parts = Parts(net, 3, batch()[0])
+    for rows in (7, 6, 3, 5, 7):  # micro-batches of 3, 2 and 1 samples
+        x, y = (value[:rows] for value in batch())
+        parts.step(x, y)
+        plain_step(plain, x, y)
+    assert_same_gradients(parts.gradients(), gradients_of(plain))
