@@ -54,7 +54,7 @@ import_on_first_use(
     __name__,
     [
         "hybridtrain.loop.callbacks.base:Callback",
-        "hybridtrain.data.loader:EvalLoader",
+        "hybridtrain.data.eval_loader:EvalLoader",
         "hybridtrain.data.loader:Loader",
         "hybridtrain.loop.session:Session",
         "hybridtrain.partitioning.stage_owners:StageOwners",
