@@ -69,13 +69,6 @@ def pop(name: str) -> Any:
     return _scope.values[name]
 
 
-def pop_last(name: str) -> Any:
-    """Like `pop`, but frees the value; for the last layer that needs it."""
-    value = _scope.values[name]
-    _scope.values[name] = None
-    return value
-
-
 class skip_scope:  # noqa: N801  # is called like the functions here
     """A context in which layers of this thread pop `values` and stash into a separate dict.
 

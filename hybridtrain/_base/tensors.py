@@ -121,13 +121,6 @@ def bytes_of_module(module: nn.Module) -> int:
     return sum(map(byte_size, (*module.parameters(), *module.buffers())))
 
 
-def have_same_layout(first: Tensor, second: Tensor) -> bool:
-    """Returns whether two tensors of equal shape have the same memory layout."""
-    if first.layout != second.layout or first.is_nested != second.is_nested:
-        return False
-    return first.layout != torch.strided or first.is_nested or first.stride() == second.stride()
-
-
 def have_same_values(first: Tensor, second: Tensor) -> bool:
     """Returns whether two tensors are equal, where NaN equals NaN; meta tensors are equal."""
     if first.is_meta or second.is_meta:  # held by another process

@@ -67,7 +67,6 @@ __all__ = [
     "allowing_torch_func",
     "backward_of_batch_norm",
     "before_ddp_waits",
-    "call_uncompiled",
     "compile_module",
     "compiled_module",
     "ddp_check_reduced",
@@ -80,11 +79,9 @@ __all__ = [
     "ddp_sync_buffers",
     "draws_here",
     "end_loader",
-    "exported_guards",
     "find_random_operations",
     "free_saved",
     "get_default_store",
-    "global_hooks",
     "has_gradient_hooks",
     "has_hooks",
     "has_node_hooks",
@@ -98,8 +95,6 @@ __all__ = [
     "move_hooks",
     "noting_saved",
     "number_of_node",
-    "operator_overloads",
-    "operator_schema",
     "prepare_compiler",
     "profiled",
     "record_cuda_memory",
@@ -197,15 +192,6 @@ def compile_module(module: nn.Module, **options: Any) -> None:
         return module._call_impl(*args, **kwargs)
 
     module._compiled_call_impl = torch.compile(call, **options)
-
-
-def call_uncompiled(module: nn.Module, *args: Any) -> Any:
-    """Calls `module` and its hooks as if it had not been compiled.
-
-    Uses `nn.Module._call_impl`, the function that the module compiles, because
-    `torch.compiler.set_stance` affects all threads.
-    """
-    return module._call_impl(*args)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
@@ -348,21 +334,6 @@ def hooks_of(module: nn.Module) -> tuple[MutableMapping[int, Any], ...]:
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
-    )
-
-
-def global_hooks() -> tuple[MutableMapping[int, Any], ...]:
-    """Returns the tables of hooks around the forward and backward of all modules.
-
-    Uses `torch.nn.modules.module._global_forward_hooks` and similar names, for the reason in
-    `hooks_of`.
-    """
-    home = torch.nn.modules.module
-    return (
-        home._global_forward_hooks,
-        home._global_forward_pre_hooks,
-        home._global_backward_hooks,
-        home._global_backward_pre_hooks,
     )
 
 
@@ -564,35 +535,6 @@ def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
         yield
-
-
-def operator_schema(function: Callable[..., Any] | str) -> torch.FunctionSchema | None:
-    """Returns the schema of an operator of an exported graph; None for any other function.
-
-    Uses `torch._ops.OpOverload._schema`: no public API lists the arguments that an operator
-    modifies or returns a view of.
-    """
-    return function._schema if isinstance(function, torch._ops.OpOverload) else None
-
-
-def operator_overloads(name: str) -> list[torch.FunctionSchema]:
-    """Returns the schemas of PyTorch's operator `name`; empty if there is no such operator.
-
-    Uses `torch._ops.OpOverloadPacket`, for the reason in `operator_schema`.
-    """
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return []
-    return [getattr(packet, overload)._schema for overload in packet.overloads()]
-
-
-def exported_guards(program: torch.export.ExportedProgram) -> list[str]:
-    """Returns the conditions on the inputs of an exported program, as code.
-
-    Uses `ExportedProgram._guards_code`: the program's module checks them in a function that does
-    not expose them.
-    """
-    return program._guards_code
 
 
 # --- random operations

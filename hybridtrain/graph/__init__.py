@@ -4,7 +4,7 @@ layers             the layers of a chain
 call_signature     a batch as the arguments of a forward
 """
 
-from hybridtrain.graph.call_signature import CallSignature, arguments_of
+from hybridtrain.graph.call_signature import arguments_of
 from hybridtrain.graph.layers import (
     LARGE_SHARE,
     Chain,
@@ -18,7 +18,6 @@ from hybridtrain.graph.layers import (
 
 __all__ = [
     "LARGE_SHARE",
-    "CallSignature",
     "Chain",
     "Layer",
     "arguments_of",

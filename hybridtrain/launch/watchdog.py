@@ -62,7 +62,8 @@ _WAITS = (
         for name in (
             "world.py",
             "launch",
-            "pipeline/engines",
+            "pipeline/message_wire.py",
+            "pipeline/point_to_point.py",
             "pipeline/forward/engine.py",
             "pipeline/forward/turns.py",
         )

@@ -43,19 +43,6 @@ class Observer(Protocol):
         """The backward of a layer begins."""
 
 
-class NoObserver:
-    """Hears nothing."""
-
-    def forward_begins(self, layer: int) -> None:
-        """Does nothing."""
-
-    def forward_ends(self, output: Any) -> None:
-        """Does nothing."""
-
-    def backward_begins(self, layer: int) -> None:
-        """Does nothing."""
-
-
 class LayerWatch:
     """A copy of a model, whose runs tell when layers begin.
 

@@ -179,9 +179,6 @@ class MessageWire:
             self._here[to] = message
             return
         stage = self._stages[to.stage - 1 if to.kind == "F" else to.stage + 1]
-        if to.kind == "F" and (draws := stage.draws_before_next(to.microbatch)):
-            # a tensor, since it may change from step to step
-            message = [*message, torch.tensor(draws, dtype=torch.int64)]
         expected = self._formats.get(to)
         form, tensors = pack(message, to.kind == "F", expected)  # [1]
         works: list[Pending] = []
@@ -261,9 +258,6 @@ class MessageWire:
             # the side stream's memory, which this stream reads
             keep_until(self._accelerator.current_stream(self._device), tensors, self._device)
         message: list[Any] = unpack(form, tensors, self._device)  # [3]
-        if action.kind == "F" and (stage := self._stages[action.stage]).continues_draws:
-            draws: Tensor = message.pop()
-            stage.continue_draws(action.microbatch, draws.tolist())
         return message
 
     def finish(self) -> None:

@@ -116,15 +116,6 @@ class ForwardStage:
     def expect_new_loss(self) -> None:
         """Does nothing: what a loss reads from other stages is cut as in any code."""
 
-    continues_draws = False  # a rehearsal tells the places of draws to other processes
-
-    def draws_before_next(self, microbatch: int) -> tuple[int, ...]:
-        """Returns nothing; see `continues_draws`."""
-        return ()
-
-    def continue_draws(self, microbatch: int, draws: Sequence[int]) -> None:
-        """Does nothing; see `continues_draws`."""
-
     def enter(self, microbatch: int) -> None:
         """Prepares the forward of a micro-batch, at its turn."""
         places = self._backward.places
