@@ -332,6 +332,7 @@ class RehearsalTrip(NumberedTrip):
         self.known: dict[Hashable, tuple[LayerOutput, int]] = {}
         self._uses = Uses(len(model.devices))
         self._versions: dict[int, int] = {}  # of values, when their stage ended
+        self._inputs: list[tuple[Tensor, int]] = []  # and their versions at the end of stage 0
 
     def go(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], autocast: Any) -> Rehearsal:
         """Runs the forward."""
@@ -349,6 +350,12 @@ class RehearsalTrip(NumberedTrip):
         with self.glue.off():
             leaves_of(output)  # registers dataclasses
             self.output_here(output)  # the loss may use any of it
+        if self._last and any(fake._version != version for fake, version in self._inputs):
+            raise SplitError(
+                "a later stage than the first changes an input of the model in place, but with "
+                f"{setting('engine', 'distributed')} only the first process has the input: change "
+                "a copy (.clone())"
+            )
         return HeadOutput(None)
 
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
@@ -360,10 +367,17 @@ class RehearsalTrip(NumberedTrip):
         self.rehearsal.events.append(self.events)
         self.rehearsal.draws.append(self.draws.counts)
 
+    def _input(self, value: Tensor | InputElsewhere, number: Number) -> Tensor:
+        fake = super()._input(value, number)
+        self._inputs.append((fake, 0))
+        return fake
+
     def enter(self, stage: int) -> None:
         """Moves to a later stage."""
         self._check_order(stage)
         while self.stage < stage:
+            if not self.stage:
+                self._inputs = [(fake, fake._version) for fake, _ in self._inputs]
             for key, (_, home, tensor) in self._numbers.items():
                 if home == self.stage:
                     self._versions[key] = tensor._version
