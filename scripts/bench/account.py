@@ -26,7 +26,7 @@ from torch import nn
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain.data import TrainLoader
 from hybridtrain.loss import cross_entropy
-from hybridtrain.pipeline.forward.engine import _StepRun
+from hybridtrain.pipeline.forward.engine import StepRun
 from hybridtrain.schedule import Account
 from scripts.bench.common import print_footer, print_table
 from tests.support.slow import SlowData, SlowLinear
@@ -74,8 +74,7 @@ def run(
 def slow_link(seconds: float) -> Iterator[None]:
     """Lets each message between stages arrive `seconds` after it was sent."""
     sent: dict[tuple[object, ...], float] = {}
-    enter, leave = _StepRun._enter, _StepRun._leave
-    backward, receive = _StepRun.backward, _StepRun._receive
+    enter, leave, backward = StepRun._enter, StepRun._leave, StepRun.backward
 
     def wait_for(*message):
         if message in sent:
@@ -86,25 +85,20 @@ def slow_link(seconds: float) -> Iterator[None]:
         enter(run, stage, microbatch)
 
     def noted_leave(run, stage, microbatch):
-        leave(run, stage, microbatch)
         sent[run, "F", stage + 1, microbatch] = time.perf_counter()
+        leave(run, stage, microbatch)
 
-    def noted_backward(run, lane, action):
-        backward(run, lane, action)
-        sent[run, "B", action.stage - 1, action.microbatch] = time.perf_counter()
+    def slow_backward(run, action, gradients):
+        kind, stage, microbatch = action
+        if kind == "W":
+            return backward(run, action, gradients)
+        wait_for(run, "B", stage, microbatch)
+        result = backward(run, action, gradients)
+        sent[run, "B", stage - 1, microbatch] = time.perf_counter()
+        return result
 
-    def slow_receive(run, index, microbatch, lane):
-        message = receive(run, index, microbatch, lane)
-        wait_for(run, "B", index, microbatch)
-        return message
-
-    slow = {
-        "_enter": slow_enter,
-        "_leave": noted_leave,
-        "backward": noted_backward,
-        "_receive": slow_receive,
-    }
-    with mock.patch.multiple(_StepRun, **slow) if seconds else nullcontext():
+    slow = {"_enter": slow_enter, "_leave": noted_leave, "backward": slow_backward}
+    with mock.patch.multiple(StepRun, **slow) if seconds else nullcontext():
         yield
 
 

@@ -440,6 +440,8 @@ class _Moves(TorchDispatchMode):
         device, gpus = kwargs.get("device"), StandInGPUs.present
         if device is None or not gpus.has(torch.device(device)):
             return func(*args, **kwargs)
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **kwargs)  # a fake tensor, which only claims the device
         if func is aten._to_copy.default:
             return gpus._moved(func, args, kwargs)
         if any(isinstance(leaf, DeviceTensor) for leaf in tree_flatten(args)[0]):

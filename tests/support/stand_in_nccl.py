@@ -12,20 +12,27 @@ What it cannot show: communicators, and kernels that wait for room on the device
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain import World
-from hybridtrain.options import ENGINES
+from hybridtrain._base.microbatch import chunk_sizes, split
+from hybridtrain.options import PipelineOptions
+from hybridtrain.partitioning import Planner
+from hybridtrain.pipeline import HeadOutput, Pipeline
+from hybridtrain.schedule import make_schedule
 from support.stand_in_gpus import PATIENCE_S, DeviceTensor, StandInGPUs, Stream, real_memory
 
 
@@ -128,37 +135,62 @@ def stand_in_nccl(gpus: StandInGPUs) -> Iterator[StandInNCCL]:
 
 
 class OverThreads:
-    """An engine that runs `distributed` in a thread for each device.
+    """A model over processes, each of which is a thread with a device here."""
 
-    The stages share a model, so that it has no parameters that several stages use: a process would
-    have its own.
-    """
-
-    def __init__(self, nccl: StandInNCCL, gpus: StandInGPUs) -> None:
-        self._nccl, self._gpus = nccl, gpus
-
-    def __call__(self, stages: Sequence[Any], links: Sequence[Any], world: World) -> OverThreads:
-        make = ENGINES["distributed"]
-        self._engines = [
-            make([s for s in stages if s.device == device], links, self._nccl.world(rank))
-            for rank, device in enumerate(self._gpus.devices)
+    def __init__(
+        self, net: nn.Module, inputs: Any, nccl: StandInNCCL, gpus: StandInGPUs, **options: Any
+    ) -> None:
+        self._gpus = gpus
+        self._options = PipelineOptions(**options)
+        worlds = [nccl.world(rank) for rank in range(len(gpus.devices))]
+        planner = Planner(net, self._options, inputs, worlds[0].stage_owners)
+        plan = planner.plan()
+        planned = planner.layers_of(plan)
+        copies = [copy.deepcopy((net, planned.stages)) for _ in worlds]
+        self._parts = [
+            Pipeline(own, plan, replace(planned, net=own, stages=stages), world, self._options)
+            for (own, stages), world in zip(copies, worlds, strict=True)
         ]
-        return self
 
-    def run(self, step: Any) -> list[Any]:
-        values: list[list[Any]] = [[] for _ in self._engines]
-        failures: list[BaseException] = []
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradients by name, each from the process that has the parameter."""
+        return {name: p.grad for part in self._parts for name, p in part.parameters.items()}
+
+    def zero_grad(self) -> None:
+        for part in self._parts:
+            for parameter in part.parameters.values():
+                parameter.grad = None
+
+    def step(self, inputs: Any, targets: Tensor, loss: Callable[[Any, Tensor], Tensor]) -> None:
+        """A training step, in all threads at once."""
+        options, failures, rows = self._options, list[BaseException](), len(targets)
+        sizes = chunk_sizes(rows, options.chunks)
+        per_device = options.stages_per_device
+        schedule = make_schedule(options.schedule, len(self._parts), options.chunks, per_device)
+        parts, wanted = split(inputs, sizes), targets.split(sizes)
+        last = self._gpus.devices[self._parts[0].output_process]
+
+        def head(microbatch: int, output: Any) -> HeadOutput:
+            value = loss(output, self._gpus.copy(wanted[microbatch].clone(), last))
+            share = sizes[microbatch] / rows
+            return HeadOutput(value.detach() * share, value, torch.full_like(value, share))
 
         def run(rank: int) -> None:
             try:
                 torch.set_num_threads(1)
-                self._gpus.set_device(self._gpus.devices[rank])
-                values[rank] = self._engines[rank].run(step)
+                device = self._gpus.devices[rank]
+                self._gpus.set_device(device)
+                placed = [
+                    tree_map_only(Tensor, lambda t: self._gpus.copy(t.clone(), device), part)
+                    for part in parts
+                ]
+                self._parts[rank].run_train_step(schedule, placed.__getitem__, head, reduce=False)
             except BaseException as error:
                 failures.append(error)
 
         threads = [
-            threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(values))
+            threading.Thread(target=run, args=(rank,), daemon=True)
+            for rank in range(len(self._parts))
         ]
         for thread in threads:
             thread.start()
@@ -167,4 +199,3 @@ class OverThreads:
         if failures:
             raise failures[0]
         assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-        return next(filter(None, values))

@@ -150,10 +150,9 @@ def test_every_process_rebuilds_the_layers_of_a_plan_without_deciding():
     found = other.layers_of(decided)
     assert [[layer.name for layer in stage] for stage in found.stages] == decided.layer_names
     assert len(found.units) == sum(decided.counts)
-    found.guards.check()
 
 
-def test_the_layers_of_a_plan_that_was_just_made_are_not_traced_again():
+def test_the_layers_of_a_plan_that_was_just_made_are_not_observed_again():
     forwards = []
 
     class Traced(nn.Module):
@@ -169,10 +168,10 @@ def test_the_layers_of_a_plan_that_was_just_made_are_not_traced_again():
 
     planner = Planner(Traced(), PipelineOptions(split="time"), samples(), StageOwners.of_cpus(2))
     found = planner.plan()
-    traced = len(forwards)
+    observed = len(forwards)
     assert found.expand == ["blocks.9"]
     planner.layers_of(found)
-    assert len(forwards) == traced > 0
+    assert len(forwards) == observed > 0
 
 
 def test_the_number_of_layers_per_stage_balances_time_and_size():

@@ -14,9 +14,7 @@ from support.stand_in_gpus import Gate, on_host, stand_in_gpus
 from support.stand_in_nccl import OverThreads, stand_in_nccl
 from torch import nn
 
-from hybridtrain import HybridModel, World
 from hybridtrain.launch import LaneActivity
-from hybridtrain.options import ENGINES
 from hybridtrain.pipeline.message_wire import Lane, MessageWire
 from hybridtrain.pipeline.messages import pack
 from hybridtrain.pipeline.ties import AliasElsewhere, OwnerElsewhere
@@ -152,18 +150,16 @@ CELLS = [
 
 @pytest.mark.parametrize(("kind", "settings"), CELLS, ids=str)
 @pytest.mark.quick_cases(1)
-def test_a_step_equals_the_unsplit_model(gpus, nccl, monkeypatch, kind, settings):
+def test_a_step_equals_the_unsplit_model(gpus, nccl, kind, settings):
     case = CASES[kind]
     net = case.net()
     plain = copy.deepcopy(net)
     inputs, targets = case.batch(10, 0)
-    monkeypatch.setitem(ENGINES, "threads with messages", OverThreads(nccl, gpus))
-    world = World.from_env(2, list(map(str, gpus.devices)), engine="threads with messages")
-    model = HybridModel(net, world, chunks=4, **settings)
+    model = OverThreads(net, inputs, nccl, gpus, chunks=4, **settings)
     for _ in range(2):  # the first step sends formats as well
         model.zero_grad()
-        model.train_step(inputs, targets, case.loss)
-    found = {name: on_host(p.grad) for name, p in model.named_parameters()}
+        model.step(inputs, targets, case.loss)
+    found = {name: on_host(gradient) for name, gradient in model.gradients().items()}
     for x, y in micro_batches(inputs, targets, 4):
         # a device has copies, which are aligned unlike views of the batch
         (case.loss(plain(copied(x)), y.clone()) * (len(y) / 10)).backward()
