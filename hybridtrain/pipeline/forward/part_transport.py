@@ -13,10 +13,10 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hybridtrain._base import objects
 from hybridtrain.errors import SplitError, setting
 from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.agreement import BatchCheck
@@ -123,16 +123,20 @@ class MessageTransport:
         if not self._is_new:
             return
         text = "".join(rehearsal.digest for rehearsal in rehearsals)
-        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        assert self._world.pipeline_group is not None
-        digests = objects.gather(digest, self._world.pipeline_group)
-        others = [number for number, other in enumerate(digests) if other != digests[0]]
-        if others:
-            world = self._world
-            ranks = ", ".join(str(world.rank_of(world.data_parallel_rank, n)) for n in others)
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+        world, rank = self._world, self._world.pipeline_rank
+        if rank + 1 < world.processes_per_replica:
+            self._sending += begin_send([mine], world, rank + 1)
+            self._held = [*self._held, mine]
+        if not rank:
+            return
+        theirs = torch.empty_like(mine)
+        wait(begin_receive([theirs], world, rank - 1))
+        if not torch.equal(mine, theirs):
+            ranks = [world.rank_of(world.data_parallel_rank, rank + step) for step in (0, -1)]
             raise SplitError(
-                f"the forward takes another path on rank {ranks} than on rank "
-                f"{world.rank_of(world.data_parallel_rank, 0)}: with "
+                f"the forward takes another path on rank {ranks[0]} than on rank {ranks[1]}: with "
                 f"{setting('engine', 'distributed')} the model's code, its settings and its Python "
                 f"state must be the same in all processes; use {setting('engine', 'local')} if "
                 "they cannot be"
