@@ -11,7 +11,9 @@ source scripts/environment.sh
 source scripts/slurm.sh
 source scripts/chromium.sh
 
-ensure_environment "text,dev"
+extras="text,dev"
+case " $* " in *" --all "*) extras+=",trainers" ;; esac  # TRL and Lightning
+ensure_environment "$extras"
 case " $* " in *" --gpu "*)
     exec python -m pytest -q --durations=15 "$@"
     ;;
