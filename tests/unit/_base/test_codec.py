@@ -229,7 +229,6 @@ def test_a_model_lets_processes_exchange_the_classes_that_its_modules_define_or_
 _UNPICKLES = {
     "data/agreement.py",
     "data/stream.py",
-    "graph/traced_graph.py",
     "launch/notebook.py",
     "smp/saving.py",
 }
