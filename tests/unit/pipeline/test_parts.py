@@ -114,8 +114,20 @@ class TakesTurns(Net):
         return self.c(x * 2 if self.runs % 2 else x)
 
 
-def test_a_forward_that_takes_another_path_than_in_its_rehearsal_is_refused() -> None:
-    parts = Parts(TakesTurns(), 2, batch()[0])
+class ComputesWhatItDoesNotUse(TakesTurns):
+    def middle(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        x = self.b(x)
+        if self.runs % 2:
+            x * 2
+        return self.c(x)
+
+
+@pytest.mark.parametrize("kind", [TakesTurns, ComputesWhatItDoesNotUse])
+def test_a_forward_that_takes_another_path_than_in_its_rehearsal_is_refused(
+    kind: type[Net],
+) -> None:
+    parts = Parts(kind(), 2, batch()[0], split=["c"])
     with pytest.raises(SplitError, match="takes another path than in its rehearsal"):
         parts.step(*batch())
 
