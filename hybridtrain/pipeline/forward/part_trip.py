@@ -10,9 +10,9 @@ stages of other processes, code between layers runs on fake tensors; in a stage 
 tensor stands for the value that has arrived under its number. What depends on integer inputs alone
 is real in all processes. After the last stage of this process, the forward is left.
 
-An operation that no mode sees, such as one in C++, raises if it gets a fake tensor. Where code
-between layers takes a number out of one, the number comes from zeros (`on_fakes`): the comparison
-with plain PyTorch (`verification/forward_check`) refuses what is computed with it.
+An operation that no mode sees, such as one in C++, raises if it gets a fake tensor, and code that
+takes a number out of a value is refused in the rehearsal: nothing is computed with values that are
+missing.
 """
 
 from __future__ import annotations
