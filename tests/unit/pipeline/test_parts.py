@@ -222,6 +222,47 @@ def test_draws_are_those_of_one_stage(
     assert_same_gradients(parts.gradients(), gradients_of(net))
 
 
+class DrawingBlock(nn.Module):
+    """A unit that a split opens: its parts count their draws together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p, self.q, self.r = (Dropping(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.p(F.dropout(x, 0.3)), 0.3)
+        return F.dropout(self.r(F.dropout(self.q(x), 0.3)), 0.3)
+
+
+class Dropping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3)
+
+
+class WithBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = DrawingBlock()
+        self.rest = nn.ModuleList(nn.Linear(8, 8) for _ in range(30))  # so that the block is small
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.block(x), 0.1)
+        for layer in self.rest:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("split", [["block.q"], ["block.r"], ["block.q", "block.r"]], ids=str)
+def test_draws_inside_a_unit_that_is_cut_are_those_of_one_stage(split: list[str]) -> None:
+    net = WithBlock()
+    parts = Parts(net, len(split) + 1, batch()[0], split=split)
+    one = pipeline(net, 1)
+    for _ in range(2):
+        parts.step(*batch())
+        one.train_step(*batch(), F.mse_loss)
+    assert_same_gradients(parts.gradients(), gradients_of(net))
+
+
 # Inputs
 
 
