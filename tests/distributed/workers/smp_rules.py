@@ -1330,7 +1330,7 @@ def _(world):
     for part, index in ((net[0], 0), (net[2], 0), (net[4], 1), (net[5], 1), (net[7], 1)):
         smp.set_partition(part, index)
     script = begin({**PIPELINE, "auto_partition": False, "default_partition": 0}, net=net)
-    said = r"'6' .*stage 0 .*: .*'2'"
+    said = r"'2@2' .*stage 0 .*: .*'2'"
     with pytest.raises((SplitError, UserError), match=said):
         train_step(script.model, script.x, script.y)
     script = begin()
