@@ -463,7 +463,8 @@ class RehearsedLayers:
 def _structure(module: nn.Module) -> Hashable:
     """Returns what two layers of equal code have in common.
 
-    Not numbers among their attributes, which may be their places in the model.
+    Their plain attributes, but not their places in the model, and the same other objects, such as a
+    config.
     """
     return tuple(
         (
@@ -471,16 +472,22 @@ def _structure(module: nn.Module) -> Hashable:
             type(part),
             part.training,
             part.extra_repr(),
-            tuple(
-                (n, t.shape, t.dtype, t.requires_grad)
-                for n, t in part._parameters.items()
-                if t is not None
+            *(
+                (n, None if t is None else (t.shape, t.dtype, t.requires_grad))
+                for n, t in (*part._parameters.items(), *part._buffers.items())
             ),
-            tuple((n, t.shape, t.dtype) for n, t in part._buffers.items() if t is not None),
-            tuple((n, v) for n, v in vars(part).items() if isinstance(v, str | bool | float)),
+            *(
+                (n, v if isinstance(v, str | bool | float | int) else id(v))
+                for n, v in vars(part).items()
+                if n not in _OF_MODULES and not n.endswith(_PLACES)
+            ),
         )
         for name, part in module.named_modules()
     )
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+_PLACES = ("idx", "index", "layer_id", "layer_number")  # names of a layer's place in the model
 
 
 def _plain_or_type(leaf: Any) -> Any:
