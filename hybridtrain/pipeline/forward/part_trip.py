@@ -416,6 +416,8 @@ class RehearsalTrip(NumberedTrip):
                 )
         if home < self.stage:
             self._uses.add(number, home, self.stage, self._cuts and tensor.requires_grad)
+            if not tensor.is_contiguous():
+                self.rehearsal.strides[number] = tensor.stride()
         return tensor
 
 
@@ -582,6 +584,9 @@ class PartTrip(NumberedTrip):
         with self.glue.off(), torch.enable_grad():
             self._starts.append(next_node_number())
             for crossing, tensor in zip(self._rehearsal.borders[stage - 1], values, strict=True):
+                stride = self._rehearsal.strides.get(crossing.number)
+                if stride is not None and tensor.stride() != stride:  # messages are dense
+                    tensor = _with_strides(tensor, stride)
                 if self._cuts and tensor.requires_grad:
                     alias = CutValue(tensor)
                     cut_leaf = self._model.cut_leaf[stage]
@@ -678,6 +683,14 @@ class PartTrip(NumberedTrip):
             alias.forget_graph()
         super()._end()
         self._numbers, self._fakes, self._kept, self._arrived = {}, {}, [], []
+
+
+def _with_strides(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Returns a copy with other strides; where they are 0, one value is read several times."""
+    sizes = [size if step else 1 for size, step in zip(tensor.shape, stride, strict=True)]
+    memory = torch.empty_strided(sizes, stride, dtype=tensor.dtype, device=tensor.device)
+    first = tensor.detach()[tuple(slice(size) for size in sizes)]
+    return memory.copy_(first).expand(tensor.shape).requires_grad_(tensor.requires_grad)
 
 
 def _zeros(tensor: Tensor) -> Tensor:

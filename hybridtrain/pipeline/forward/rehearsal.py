@@ -177,12 +177,14 @@ class Rehearsal:
         borders: what crosses the border after each stage; nothing after the last.
         events: the number of events before each stage begins.
         draws: the places of the draws where each stage begins, see `_ForwardDraws.counts`.
+        strides: those of values that cross and are not contiguous: sums over them depend on it.
     """
 
     outputs: list[LayerOutput] = field(default_factory=list)
     borders: list[list[Crossing]] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     draws: list[Any] = field(default_factory=list)
+    strides: dict[Number, tuple[int, ...]] = field(default_factory=dict)
     _inputs: dict[Any, Tensor] = field(default_factory=dict)
 
     def input(self, number: Number, form: ValueFormat, mode: FakeTensorMode, device: Any) -> Tensor:

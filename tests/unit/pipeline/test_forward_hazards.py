@@ -355,6 +355,14 @@ OF_PARTS = st.sampled_from(
 )
 
 
+@settings(max_examples=30, derandomize=True)  # the thorough test below looks further
+@given(parts=parts, stages=st.sampled_from([2, 3]), options=OF_PARTS)
+def test_random_models_over_processes_are_exact_or_refused_by_name(
+    parts: list[Part], stages: int, options: dict[str, Any]
+) -> None:
+    check(parts, stages, options, trained_in_parts)
+
+
 @pytest.mark.thorough
 @settings(max_examples=2000)
 @given(parts=parts, stages=st.sampled_from([2, 3]), options=OF_PARTS)
