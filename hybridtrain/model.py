@@ -37,6 +37,7 @@ from hybridtrain._base.microbatch import (
 )
 from hybridtrain._base.precision import autocast
 from hybridtrain._base.shares import MicrobatchPlace, Shares
+from hybridtrain._base.torch_private import without_torch_function
 from hybridtrain._base.values import named_leaves
 from hybridtrain.errors import BatchError, ConfigError, UserError, argument, setting
 from hybridtrain.graph import check_unwrapped, is_chain, layers_of
@@ -574,10 +575,12 @@ class HybridModel:
             factor = batch_weight.weights[microbatch]
             value = loss(output, target_parts[microbatch]) if factor else zero_of(output)
             root = value if scale_loss is None else scale_loss(value)
-            value = value.detach()
-            # scale - 0 x value: NaN if the value is not finite, even if its derivative is finite.
-            # All replicas then see NaN in the averaged gradients and skip the step together
-            gradient = torch.rsub(value, batch_weight.grad_scales[microbatch], alpha=0)
+            with without_torch_function():  # the engine's mode need not see these
+                value = value.detach()
+                # scale - 0 x value: NaN if the value is not finite, even if its derivative is
+                # finite. All replicas then see NaN in the averaged gradients and skip the step
+                # together
+                gradient = torch.rsub(value, batch_weight.grad_scales[microbatch], alpha=0)
             return HeadOutput(value, root, gradient)
 
         schedule = self.schedule(len(sizes))

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridtrain._base.microbatch import Unread, batch_size, split
+from hybridtrain._base.torch_private import without_torch_function
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
 from hybridtrain.loss.by_name import CountFn, LossFn, bce, cross_entropy, model_output, mse, nll
@@ -57,6 +58,9 @@ class CountedLoss:
             UserError: it was computed from parameters that another process holds.
         """
         value: Any = self.function(output, targets)
+        with without_torch_function():  # the engine's mode need not see this
+            if isinstance(value, Tensor) and value.dim() == 0 and not value.is_meta:
+                return value
         if isinstance(value, Tensor) and value.is_meta:
             raise UserError(
                 "loss_fn reads parameters or buffers of the model that another process holds: with "
@@ -64,8 +68,6 @@ class CountedLoss:
                 "(for an L2 penalty, set weight_decay= of the optimizer), or set "
                 f"{setting('engine', 'local')}"
             )
-        if isinstance(value, Tensor) and value.dim() == 0:
-            return value
         if isinstance(value, tuple) and len(value) == 2:
             raise BatchError(
                 "loss_fn must return a 0-dim tensor, not a tuple: the count is needed before the "

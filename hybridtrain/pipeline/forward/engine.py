@@ -39,6 +39,7 @@ from hybridtrain._base.torch_private import (
     is_profiled,
     leave_draws,
     profiled,
+    without_torch_function,
 )
 from hybridtrain.errors import ConfigError, UserError, argument
 from hybridtrain.graph import arguments_of
@@ -60,6 +61,8 @@ from hybridtrain.schedule import WORDS, Action, ActionKind, Schedule, peak_in_fl
 # The longest wait of the main thread. A signal right before a wait does not end the wait, and
 # Python calls the signal's handler only after it.
 _LONGEST_WAIT_S = 0.5
+
+_NONE: AbstractContextManager[Any] = nullcontext()
 
 
 class ForwardEngine:
@@ -393,10 +396,11 @@ class StepRun:
         """Runs a task in this thread, and returns the next one for it; never raises."""
         draws, following = draws_here(), None
         try:
-            # without an index, a default device is the device of the stage
-            kind = torch.device(self._model.devices[0].type)
-            applied = self._modes.applied(kind) if any(self._modes) else None
-            with applied or nullcontext(), self.step.thread_state.applied():
+            applied: AbstractContextManager[object] = _NONE
+            if any(self._modes):
+                # without an index, a default device is the device of the stage
+                applied = self._modes.applied(torch.device(self._model.devices[0].type))
+            with applied, self.step.thread_state.applied():
                 following = function(*arguments)
         except Stopped:
             pass
@@ -424,7 +428,9 @@ class StepRun:
 
         def head(output: Any) -> HeadOutput:
             result = step.head(microbatch, output)
-            if trains and (result.root is None or not result.root.requires_grad):
+            with without_torch_function():
+                is_trainable = result.root is not None and result.root.requires_grad
+            if trains and not is_trainable:
                 raise UserError(
                     "the loss depends on no trainable parameter, so there is nothing to train"
                 )
@@ -543,7 +549,7 @@ class StepRun:
         # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
         start = mark(stage.device) if step.timeline else 0.0
-        noting: Any = nullcontext([])
+        noting: Any = _NONE
         if reduce and step.timeline and stage.reducer is not None:
             noting = stage.reducer.noting_computed(stage.device)
         sent: Any = ()

@@ -132,10 +132,12 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, value: Tensor, cut_leaf: Tensor, trip: Trip, alias: CutValue
+        ctx: Any, cut_leaf: Tensor, trip: Trip, alias: CutValue, device: torch.device
     ) -> Tensor:
         ctx.trip, ctx.alias = trip, alias
-        return value.detach()
+        # not an argument, which would be in the graph of the stage before
+        source = alias.source
+        return source.detach() if source.device == device else copied(source, device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: D102

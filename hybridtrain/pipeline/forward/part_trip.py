@@ -18,7 +18,7 @@ missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -528,13 +528,11 @@ class PartTrip(NumberedTrip):
 
     # --- the forward
 
-    def _through_stages(self, args: Any, kwargs: Any, head: Callable[[Any], HeadOutput]) -> Any:
-        try:
-            with self.glue.off():
-                args, kwargs = self.numbered_inputs((args, kwargs))
-            return super()._through_stages(args, kwargs, partial(self._with_values, head))
-        except Left:
-            return None
+    def _through_stages(self, args: Any, kwargs: Any, head: Callable[[Any], HeadOutput]) -> None:
+        with self.glue.off():
+            args, kwargs = self.numbered_inputs((args, kwargs))
+        with suppress(Left):
+            super()._through_stages(args, kwargs, partial(self._with_values, head))
 
     def _input(self, value: Tensor | InputElsewhere, number: Number) -> Tensor:
         if isinstance(value, InputElsewhere):
@@ -590,7 +588,7 @@ class PartTrip(NumberedTrip):
                 if self._cuts and tensor.requires_grad:
                     alias = CutValue(tensor)
                     cut_leaf = self._model.cut_leaf[stage]
-                    value = Cut.apply(tensor.detach(), cut_leaf, self, alias)
+                    value = Cut.apply(cut_leaf, self, alias, tensor.device)
                     alias.value, alias.version, alias.node = value, value._version, value.grad_fn
                     self._cuts_of[stage].append(alias)
                     tensor = value

@@ -228,9 +228,7 @@ class Trip:
         try:
             self._enter_stage(0, self.microbatch)
             args, kwargs = inputs()
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    self._stages[id(leaf)] = 0, leaf
+            self.note_own(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
             self._starts.append(next_node_number())
             self.is_in_forward = True
             with context:
@@ -239,10 +237,13 @@ class Trip:
                     # mode that the code enters before a cut and leaves after it must stay on top.
                     push_function_mode(self.glue)
                 try:
-                    value = self._through_stages(args, kwargs, head)
+                    self._through_stages(args, kwargs, head)
                     del args, kwargs
                 finally:
                     pop_function_mode(self.glue)
+                value, root = (None, None) if self._head is None else self._head[:2]
+                if self._cuts and root is not None:
+                    self._head = self._head._replace(root=self.cut(root))
             self.is_in_forward = False
             self._check_changes()
             self._copies.clear()
@@ -255,8 +256,8 @@ class Trip:
             here.trip = outer
             self._end()
 
-    def _through_stages(self, args: Any, kwargs: Any, head: Callable[[Any], HeadOutput]) -> Any:
-        """Runs the forward and the head, from stage to stage; returns the value of the head."""
+    def _through_stages(self, args: Any, kwargs: Any, head: Callable[[Any], HeadOutput]) -> None:
+        """Runs the forward and the head, from stage to stage."""
         with self.draws:
             self.draws.enter_stage()
             self.draws.at(0)
@@ -267,11 +268,6 @@ class Trip:
         # outside of the model's draws: a loss may draw in threads that it starts
         self._is_in_head = True
         self._head = head(output)
-        del output
-        value, root = self._head.value, self._head.root
-        if self._cuts and root is not None:
-            self._head = self._head._replace(root=self.cut(root))
-        return value
 
     def _end(self) -> None:
         """Drops what would be a circle of references: the graph's cuts hold this trip."""
@@ -439,16 +435,16 @@ class Trip:
                     if tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type):
                         self._model.recast.add(self._model.names.get(id(tensor), ""))
                     alias = self._aliases[stage][id(tensor)] = CutValue(tensor)
-                    value, device = tensor.detach(), self._model.devices[stage]
-                    if value.device != device and value.device in self._model.devices:
-                        value = copied(value, device)
-                    alias.value = Cut.apply(value, self._model.cut_leaf[stage], self, alias)
+                    devices = self._model.devices
+                    to = devices[stage] if tensor.device in devices else tensor.device
+                    alias.value = Cut.apply(self._model.cut_leaf[stage], self, alias, to)
                     alias.version, alias.node = alias.value._version, alias.value.grad_fn
                 tensor, last = alias.value, stage
         return tensor
 
     def note_own(self, values: Any) -> None:
-        """Notes that this stage has made values in another thread, or gradients in a forward."""
+        """Notes values as this stage's: inputs, and those that another thread has made, whose nodes
+        do not say it."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 self._stages[id(leaf)] = self.stage, leaf

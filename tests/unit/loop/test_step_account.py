@@ -106,10 +106,11 @@ def test_slow_loading_is_data():
 
 
 def test_a_slow_stage_is_imbalance_on_the_other_one():
-    trainer = trained(stages=(1e-4, 2e-3))
+    trainer = trained(stages=(1e-4, 5e-3))
     first, second = trainer.account["devices"]
-    assert max(Account._fields, key=first.__getitem__) == "imbalance"
-    assert max(Account._fields, key=second.__getitem__) == "backward"
+    parts = ("forward", "backward", "bubble", "imbalance")  # the host's load is nobody's stage
+    assert max(parts, key=first.__getitem__) == "imbalance"
+    assert max(parts, key=second.__getitem__) == "backward"
 
 
 def test_a_bubble_of_one_micro_batch_is_larger_than_one_of_many():
