@@ -65,6 +65,7 @@ from hybridtrain.pipeline import (
     HeldGraphs,
     LayerRNG,
     Pipeline,
+    StepKind,
     Timeline,
     check_schedule,
     construct_own_stages,
@@ -487,12 +488,16 @@ class HybridModel:
             self.changes += 1
 
     def _run_forward(
-        self, parts: Sequence[Any], head: Head, places: Sequence[MicrobatchPlace] | None = None
+        self,
+        parts: Sequence[Any],
+        head: Head,
+        places: Sequence[MicrobatchPlace] | None = None,
+        kind: StepKind | None = None,
     ) -> list[Any]:
         schedule = self._forward_schedule(len(parts))
         with self.autocast():
             return self.pipeline.run_forward(
-                schedule, parts.__getitem__, head, places, self._batch_check
+                schedule, parts.__getitem__, head, places, self._batch_check, kind
             )
 
     def _forward_schedule(self, chunks: int) -> Schedule:
@@ -556,7 +561,7 @@ class HybridModel:
         self._check_synchronised(len(sizes))
         # first-step checks use the first logical replica's share, which is a whole batch for them
         compared = first_share(inputs), cut.of_first_share
-        self._self_check.check_batch(*compared, trains=True)
+        kind = self._checked_kind(*compared, cut, trains=True)
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.to_output_device(targets))
         loss = self.resolve_loss(loss_fn)
@@ -594,6 +599,7 @@ class HybridModel:
                 timeline=recorded,
                 places=cut.places,
                 batch_check=self._batch_check,
+                kind=kind,
             )
         self._batch_check.finish()
         mean = batch_weight.mean(losses)
@@ -794,7 +800,7 @@ class HybridModel:
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
-        self._self_check.check_batch(first_share(inputs), cut.of_first_share, trains=False)
+        kind = self._checked_kind(first_share(inputs), cut.of_first_share, cut, trains=False)
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.to_output_device(targets))
 
@@ -802,7 +808,7 @@ class HybridModel:
             return HeadOutput(function(output, target_parts[microbatch]))
 
         with torch.no_grad():
-            values = self._run_forward(input_parts, head, cut.places)
+            values = self._run_forward(input_parts, head, cut.places, kind)
         self._batch_check.finish()
         return values
 
@@ -814,6 +820,7 @@ class HybridModel:
         trains: bool,
         sync: bool = True,
         compared: Any = None,
+        kind: StepKind | None = None,
     ) -> list[Any]:
         """Runs a step over micro-batches prepared by the caller, with a custom loss callback.
 
@@ -824,6 +831,7 @@ class HybridModel:
                 to `parameter.grad`. If False, the caller disables gradients.
             sync: as in `train_step`.
             compared: further values that must be equal in all processes of a pipeline.
+            kind: what `check_batch` has returned, if it was called.
 
         Returns:
             the values returned by `head`, by micro-batch; an empty list in a process without the
@@ -832,6 +840,7 @@ class HybridModel:
         self.split_for(Microbatch(inputs[0]))
         self._follow_changes(trains)
         self._batch_check.begin(inputs, compared)
+        kind = kind or self.pipeline.kinds.of_parts(inputs, trains)
         if trains:
             check_grad_mode()
             schedule = self.schedule(len(inputs))
@@ -842,13 +851,16 @@ class HybridModel:
                     head,
                     reduce=sync,
                     batch_check=self._batch_check,
+                    kind=kind,
                 )
         else:
-            values = self._run_forward(inputs, head)
+            values = self._run_forward(inputs, head, kind=kind)
         self._batch_check.finish()
         return values
 
-    def run_forwards(self, inputs: Sequence[Any], head: Head) -> tuple[list[Any], HeldGraphs]:
+    def run_forwards(
+        self, inputs: Sequence[Any], head: Head, kind: StepKind | None = None
+    ) -> tuple[list[Any], HeldGraphs]:
         """Runs the forwards of a step whose backwards `run_backwards` runs later.
 
         For gradients that arrive from outside, such as from a loss that the caller computes. All
@@ -857,6 +869,7 @@ class HybridModel:
         Args:
             inputs: the model's inputs of each micro-batch.
             head: as in `run_microbatches`; the backwards start at its roots.
+            kind: as in `run_microbatches`.
 
         Returns:
             the values returned by `head`, by micro-batch, and what `run_backwards` needs.
@@ -865,29 +878,36 @@ class HybridModel:
         self.split_for(Microbatch(inputs[0]))
         self._follow_changes(trains=True)
         schedule = self._forward_schedule(len(inputs))
+        kind = kind or self.pipeline.kinds.of_parts(inputs, trains=True)
         with torch.enable_grad(), self.autocast():
-            return self.pipeline.run_forwards(schedule, inputs.__getitem__, head)
+            return self.pipeline.run_forwards(schedule, inputs.__getitem__, head, kind)
 
     def run_backwards(self, held: HeldGraphs) -> None:
         """Runs the backwards of a step, once; adds the gradients to `parameter.grad`."""
         with torch.enable_grad():
             self.pipeline.run_backwards(held)
 
-    def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
-        """Runs the self-check, if these inputs are of a new kind; see `PipelineOptions.self_check`.
+    def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> StepKind:
+        """Runs the self-check if it is due for these inputs; see `PipelineOptions.self_check`.
 
-        `train_step` and evaluations do it, `run_microbatches` and `run_forwards` do not.
+        `train_step` and evaluations do it, `run_microbatches` and `run_forwards` do not: pass them
+        the result.
 
         Args:
             inputs: the inputs of a batch.
             sizes: the number of samples in each micro-batch.
             trains: whether a backward follows.
 
+        Returns:
+            the kind of the step.
+
         Raises:
             NotExactError: the pipeline computes something else than plain PyTorch.
         """
         self.split_for(Microbatch(split(inputs, sizes)[0]))
-        self._self_check.check_batch(inputs, sizes, trains=trains)
+        kind = self.pipeline.kinds.of(inputs, sizes, trains)
+        self._self_check.check_batch(inputs, sizes, kind, trains=trains)
+        return kind
 
     def verify(
         self,
@@ -1115,6 +1135,21 @@ class HybridModel:
                 f"{setting('chunks', 1)}"
             )
         return cut
+
+    def _checked_kind(
+        self, inputs: Any, sizes: Sequence[int], cut: MicrobatchCut, trains: bool
+    ) -> StepKind:
+        """Returns the kind of a step, after the self-check if it is due.
+
+        Args:
+            inputs: the inputs of the first logical replica's share.
+            sizes: the sizes of its micro-batches.
+            cut: the cut of the whole batch.
+            trains: whether a backward follows.
+        """
+        kind = self.pipeline.kinds.of(inputs, sizes, trains, len(cut.sizes))
+        self._self_check.check_batch(inputs, sizes, kind, trains=trains)
+        return kind
 
     def _check_synchronised(self, microbatches: int) -> None:
         """Refuses a batch for which replicas may have unequal numbers of micro-batches.

@@ -27,7 +27,7 @@ from hybridtrain.piped.calls import Call, asks_for_cache, call_of, takes_cache
 from hybridtrain.piped.joining import Join, Runs, joined, proved, rules_for
 from hybridtrain.piped.replicas import Replicas
 from hybridtrain.piped.steps import Kind, Step, gradient_of_number
-from hybridtrain.pipeline import HeadOutput, net_of_trip
+from hybridtrain.pipeline import HeadOutput, StepKind, net_of_trip
 from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
@@ -131,13 +131,13 @@ class Runner:
         if call.samples == 1 < self.options.chunks and not self._says_one_row:
             self._says_one_row = True
             log.warning(_ONE_ROW, type(net).__name__)
-        model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
+        of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if kind.join is None and len(call.sizes) > 1:
             kind.join = self._proved(model, call, wants_gradients)
         if not wants_gradients:
-            return self._evaluate(model, call, kind)
+            return self._evaluate(model, call, kind, of_step)
         self.replicas.begin_step()
-        return Step(model, call, kind, self.replicas.finish_step).run()
+        return Step(model, call, kind, of_step, self.replicas.finish_step).run()
 
     def _is_current(self, model: HybridModel) -> bool:
         """Returns whether the pipeline is that of the model: none of its parts has been replaced,
@@ -181,9 +181,9 @@ class Runner:
         finally:
             model.rng.step = step
 
-    def _evaluate(self, model: HybridModel, call: Call, kind: Kind) -> Any:
+    def _evaluate(self, model: HybridModel, call: Call, kind: Kind, of_step: StepKind) -> Any:
         parts = call.cut()
-        outputs = model.run_microbatches(parts, _as_it_is, trains=False)
+        outputs = model.run_microbatches(parts, _as_it_is, trains=False, kind=of_step)
         if len(outputs) == 1:
             return outputs[0]
         columns, spec = [], None

@@ -37,7 +37,7 @@ from hybridtrain.loss import zero_of
 from hybridtrain.piped.attach import Gate, Late, attached
 from hybridtrain.piped.calls import Call
 from hybridtrain.piped.joining import Join, joined
-from hybridtrain.pipeline import HeadOutput, HeldGraphs
+from hybridtrain.pipeline import HeadOutput, HeldGraphs, StepKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,13 +97,20 @@ class Step:
         model: the pipeline.
         call: the call.
         kind: what is known about its kind.
+        of_step: its kind as a step.
         finish: called after its backward, such as to average the gradients over the replicas.
     """
 
     def __init__(
-        self, model: HybridModel, call: Call, kind: Kind, finish: Callable[[], None]
+        self,
+        model: HybridModel,
+        call: Call,
+        kind: Kind,
+        of_step: StepKind,
+        finish: Callable[[], None],
     ) -> None:
         self._model, self._call, self._kind, self._finish = model, call, kind, finish
+        self._of_step = of_step
         self._parts, self._leaves = call.with_leaves(call.cut())
         self._weights: list[list[float] | None] | None = None
         if kind.join is not None:
@@ -147,7 +154,7 @@ class Step:
             root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
             return HeadOutput(list(map(_detached, leaves)), root, torch.ones_like(root))
 
-        columns, held = self._model.run_forwards(self._parts, head)
+        columns, held = self._model.run_forwards(self._parts, head, self._of_step)
         return late, held, columns
 
     def _run_backwards(
@@ -187,7 +194,9 @@ class Step:
             return HeadOutput(list(map(_detached, leaves)), root, gradient)
 
         with own_gradients(self._model) as gradients:
-            columns = self._model.run_microbatches(self._parts, head, trains=True, sync=False)
+            columns = self._model.run_microbatches(
+                self._parts, head, trains=True, sync=False, kind=self._of_step
+            )
         return gradients, columns
 
     def _deliver(

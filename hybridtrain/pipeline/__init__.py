@@ -24,6 +24,7 @@ reducer                one stage's DDP; the norm of the gradients, the fp16 loss
 ties, batch_norm       parameters of several stages; statistics of several micro-batches
 device_speeds          the relative speeds of the devices
 model_watch            detects changes to a model after wrapping
+step_kind              which steps run the same code, and so which checks are due
 timeline               when each action ran, in all processes
 summaries              what a run reports about the stages: layers, parameters, memory
 """
@@ -50,6 +51,7 @@ from hybridtrain.pipeline.message_wire import messages_of
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import HeldGraphs, Pipeline
 from hybridtrain.pipeline.reducer import unscale_
+from hybridtrain.pipeline.step_kind import StepKind
 from hybridtrain.pipeline.summaries import (
     device_memory,
     memory_bytes,
@@ -71,6 +73,7 @@ __all__ = [
     "Phases",
     "Pipeline",
     "ReplayedDraws",
+    "StepKind",
     "Timeline",
     "batch_digest",
     "check_replicas",

@@ -48,6 +48,7 @@ class Step(NamedTuple):
         source: gives the first stage its inputs.
         head: takes the last stage's outputs.
         thread_state: the caller's grad mode and autocast.
+        number: how many steps of its kind have begun, this one among them.
         recomputed: the micro-batches whose stages are recomputed in the backward.
         reduce: average the gradients over the replicas in the last micro-batch's backward.
         timeline: records the start and end of every action; None records nothing.
@@ -62,6 +63,7 @@ class Step(NamedTuple):
     source: Source
     head: Head
     thread_state: ThreadState
+    number: int = 1
     recomputed: frozenset[int] = frozenset()
     reduce: bool = False
     timeline: Timeline | None = None

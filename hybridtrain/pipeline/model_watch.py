@@ -7,7 +7,7 @@ This check runs before each step, so it must be fast: it compares objects by ide
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -19,6 +19,8 @@ from torch.nn.parameter import is_lazy
 from hybridtrain.errors import ConfigError, phrase
 
 _requires_grad = attrgetter("requires_grad")
+_training = attrgetter("training")
+_HOOKS = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
 _Place = tuple[str, str]  # the names of a module and of its parameter or submodule
 
 
@@ -70,15 +72,24 @@ class ModelWatch:
             self.look()  # new memory of the same kind: nothing depends on its address
         return flipped
 
+    @property
+    def facts(self) -> Hashable:
+        """What decides, besides inputs, which code runs: modes, numbers of hooks, and which
+        parameters required a gradient at the last look."""
+        modules = self._modules
+        hooks = (tuple(map(len, map(of, modules))) for of in _HOOKS)
+        return tuple(map(_training, modules)), *hooks, self._flags
+
     def look(self) -> None:
         """Stores the present state of the model for later comparisons."""
         modules = self._plain_modules()
+        self._modules = list(self._net.modules())
         self._held = self._held_by(modules)
         tables = [table for m in modules.values() for table in (m._modules, m._parameters)]
         self._values = [table.values() for table in tables]
         self.objects = list(chain.from_iterable(self._values))
         self._parameters = [p for p in self._net.parameters() if _has_memory(p)]
-        self._flags = list(map(_requires_grad, self._parameters))
+        self._flags = tuple(map(_requires_grad, self._parameters))
         self._memory = list(map(Tensor.data_ptr, self._parameters))
         self._traits = [_traits(parameter) for parameter in self._parameters]
 
@@ -97,7 +108,7 @@ class ModelWatch:
 
     def _is_as_before(self) -> bool:
         return (
-            list(map(_requires_grad, self._parameters)) == self._flags
+            tuple(map(_requires_grad, self._parameters)) == self._flags
             and list(map(Tensor.data_ptr, self._parameters)) == self._memory
             and self.has_same_objects()
         )

@@ -36,6 +36,7 @@ from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
+from hybridtrain.pipeline.step_kind import StepKind, StepKinds, begun
 from hybridtrain.pipeline.summaries import log_compiled
 from hybridtrain.pipeline.ties import TiedUse, tied_uses, ties_of
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
@@ -86,6 +87,7 @@ class Pipeline:
     Attributes:
         stages: the stages of this process, in the order of the pipeline.
         devices: their devices.
+        kinds: the kinds of steps so far.
         plan: the plan of the stages.
         planned: the layers of all stages.
         groups: the process group of each stage; None with one replica.
@@ -148,6 +150,7 @@ class Pipeline:
         ends = {stage_owners.process_of(0), self.output_process}
         self.readers = tuple(sorted(ends))
         self._watch = ModelWatch(net)
+        self.kinds = StepKinds(self._watch, len(plan.stages))
         self._accumulates = False  # the step has further batches
         self._is_first_step = True
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
@@ -191,10 +194,12 @@ class Pipeline:
         timeline: Timeline | None = None,
         places: Sequence[MicrobatchPlace] | None = None,
         batch_check: BatchCheck | None = None,
+        kind: StepKind | None = None,
     ) -> list[Any]:
         """Runs a step with its backward; gradients are added to `parameter.grad`.
 
-        All processes call it together. For arguments and result, see `Step` and `Engine.run`.
+        All processes call it together. For arguments and result, see `Step` and `Engine.run`; a
+        step without a kind is the first of its kind.
         """
         # with fixed replicas, not between the batches of a step: processes may be at different
         # replicas
@@ -216,6 +221,7 @@ class Pipeline:
             source,
             head,
             state,
+            begun(kind),
             recomputed,
             reduce,
             timeline,
@@ -225,7 +231,7 @@ class Pipeline:
             self.furthest_ahead,
         )
         for stage in self.stages:
-            stage.begin_step((schedule.chunks, training), recomputed)
+            stage.begin_step(step.number, recomputed)
         values = self._run(step, trains=True)
         for stage in self.stages:
             if reduce and stage.reducer is not None:
@@ -237,7 +243,7 @@ class Pipeline:
         return values
 
     def run_forwards(
-        self, schedule: Schedule, source: Source, head: Head
+        self, schedule: Schedule, source: Source, head: Head, kind: StepKind | None = None
     ) -> tuple[list[Any], HeldGraphs]:
         """Runs the forwards of a step, whose backwards `run_backwards` runs later.
 
@@ -248,6 +254,7 @@ class Pipeline:
             schedule: a schedule of forwards.
             source: as in `Step`.
             head: as in `Step`; its roots are where the backwards start.
+            kind: as in `run_train_step`.
 
         Returns:
             the values of `head` by micro-batch, and what the backwards need.
@@ -260,13 +267,14 @@ class Pipeline:
             source,
             head,
             ThreadState.capture(),
+            begun(kind),
             recomputed,
             training=training,
             furthest_ahead=self.furthest_ahead,
             keeps_graphs=True,
         )
         for stage in self.stages:
-            stage.begin_step((schedule.chunks, training), recomputed)
+            stage.begin_step(step.number, recomputed)
         number = self.rng.step
         values = self._run(step, trains=True)
         self._end_first_step()
@@ -336,6 +344,7 @@ class Pipeline:
         head: Head,
         places: Sequence[MicrobatchPlace] | None = None,
         batch_check: BatchCheck | None = None,
+        kind: StepKind | None = None,
     ) -> list[Any]:
         """Runs a step with forwards only; the caller has disabled gradients."""
         training, state = self._net.training, ThreadState.capture()
@@ -344,6 +353,7 @@ class Pipeline:
             source,
             head,
             state,
+            begun(kind),
             training=training,
             places=places,
             batch_check=batch_check,

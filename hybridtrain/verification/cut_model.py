@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from hybridtrain._base.values import leaves_of
 from hybridtrain.options import PipelineOptions
@@ -45,17 +44,6 @@ class CutModel(NamedTuple):
     def is_partial(self) -> bool:
         """True if other processes hold some of the parameters or buffers."""
         return any(tensor.is_meta for tensor in (*self.net.parameters(), *self.net.buffers()))
-
-
-def kind_of(inputs: Any, size: int) -> Any:
-    """Returns the properties of a micro-batch of `size` samples that decide which code runs."""
-    leaves, spec = tree_flatten(inputs)
-    return spec, tuple(
-        (leaf.dtype, tuple(min(n, 2) for n in (size, *leaf.shape[1:])) if leaf.dim() else ())
-        if isinstance(leaf, Tensor)
-        else type(leaf)
-        for leaf in leaves
-    )
 
 
 def root_of(output: Any) -> Tensor | None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.intra_op_threads import intra_op_threads, threads_per_lane
@@ -40,7 +40,7 @@ from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
 from hybridtrain.graph import Layer, arguments_of
 from hybridtrain.partitioning import PlannedLayers
-from hybridtrain.pipeline import HeadOutput, PartsHere, Pipeline, ReplayedDraws
+from hybridtrain.pipeline import HeadOutput, PartsHere, Pipeline, ReplayedDraws, StepKind
 from hybridtrain.schedule import Schedule, forward_only, make_schedule, registered
 from hybridtrain.verification.comparison import Calls, Difference, difference, differences
 from hybridtrain.verification.cut_model import (
@@ -48,7 +48,6 @@ from hybridtrain.verification.cut_model import (
     MAX_SECONDS,
     SAMPLES,
     CutModel,
-    kind_of,
     root_of,
 )
 from hybridtrain.verification.module_copy import copy_modules
@@ -96,8 +95,6 @@ class ForwardCheck:
 
     def __init__(self, model: CutModel) -> None:
         self._model = model
-        self._kind_of: dict[Any, Any] = {}  # by the exact shapes, for a fast lookup
-        self._batches: dict[Any, int] = {}  # so far, of each kind
         self._is_off = (
             not model.options.self_check or len(model.plan.stages) == 1 or model.is_partial
         )
@@ -120,7 +117,7 @@ class ForwardCheck:
         try:
             for training in (True, False):
                 net.train(training)
-                self.check_batch(inputs, sizes, trains=training)
+                self.check_batch(inputs, sizes, StepKind(), trains=training)
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -134,37 +131,30 @@ class ForwardCheck:
         finally:
             self._is_off = was_off
 
-    def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> None:
+    def check_batch(
+        self, inputs: Any, sizes: Sequence[int], kind: StepKind, *, trains: bool
+    ) -> None:
         """Checks the micro-batches of a batch, if a check is due for its kind.
 
         Args:
             inputs: the inputs of the batch.
             sizes: the number of samples in each micro-batch.
+            kind: the kind of the step, which has not begun: a refused batch stays refused.
             trains: whether a backward follows.
 
         Raises:
             NotExactError: the micro-batches compute something else when stages run ahead.
         """
-        if self._is_off:
+        number = kind.number + 1
+        if self._is_off or number in (2, 3) or number & (number - 1):
             return
-        training = self._model.net.training
-        leaves, spec = tree_flatten(inputs)
-        shapes = [(v.shape, v.dtype) if isinstance(v, Tensor) else type(v) for v in leaves]
-        signature = (*shapes, spec, training, trains, len(sizes))
         count = min(len(sizes), len(self._model.plan.stages) + 1)
-        kind = self._kind_of.get(signature)
-        if kind is None:
-            kind = (*(kind_of(inputs, size) for size in sizes[:count]), training, trains)
-            self._kind_of[signature] = kind
-        number = self._batches.get(kind, 0) + 1
-        if number in (2, 3) or number & (number - 1):
-            self._batches[kind] = number
-            return
         # cut from the batch, because shared values are marked only there
         pieces = [(min(size, SAMPLES), max(size - SAMPLES, 0)) for size in sizes]
         parts = split(inputs, [size for pair in pieces for size in pair])[::2][:count]
         with without_modes():
             try:
+                training = self._model.net.training
                 self._check(_Batch(parts, training, trains), split(inputs, sizes)[:count])
             except _Skipped as reason:
                 if self._says_skipped:
@@ -175,7 +165,6 @@ class ForwardCheck:
                         "model.verify(...)",
                         reason,
                     )
-        self._batches[kind] = number  # a refused batch stays refused
 
     def _check(self, batch: _Batch, whole: Sequence[Any]) -> None:
         run = _Run(self._model)

@@ -96,7 +96,6 @@ class ForwardEngine:
         self._hold_roots = hold_roots
         self._compiles = compiles
         self._gpus = {device for device in devices if accelerator_of(device) is not None}
-        self._steps: dict[object, int] = {}  # of each kind
         self._threads = 0
         self._inbox: SimpleQueue[_Task | None] = SimpleQueue()
         if len(stages) == 1 and stages[0].accelerator is not None:
@@ -150,9 +149,7 @@ class ForwardEngine:
         Not where layers are compiled: those that the self-check has seen run uncompiled, always,
         because a resumed run must compute what the uninterrupted one does.
         """
-        kind = step.training, step.schedule.digest
-        count = self._steps[kind] = self._steps.get(kind, 0) + 1
-        return is_compared(count) and not self._compiles
+        return is_compared(step.number) and not self._compiles
 
     def _run_here(self, step: Step) -> list[Any]:
         """Runs a pipeline of one stage in the caller's thread."""

@@ -150,7 +150,7 @@ class LayersOfStage:
         self._recomputed = recomputed
         self._clone_inputs = clone_inputs
         self._tied = tied
-        self._steps: dict[object, int] = {}
+        self._steps = 0  # that train
         self._compares = self._is_late = self._recomputes_some = False
         self._records: list[Record] = []
         self._compiled = compiled
@@ -173,19 +173,19 @@ class LayersOfStage:
                 install([layer.module])
                 self._calls[position] = own_call(layer.module)
 
-    def begin_step(self, kind: object, whole: frozenset[int]) -> None:
+    def begin_step(self, number: int, whole: frozenset[int]) -> None:
         """Begins a step that trains.
 
         Args:
-            kind: the kind of step; the first steps of each kind compare what forwards change.
+            number: its number among those of its kind; the first ones compare what forwards change.
             whole: the micro-batches in which all layers are recomputed.
         """
         self.whole = whole
         self._recomputes_some = bool(whole or self._recomputed)
-        step = self._steps[kind] = self._steps.get(kind, 0) + 1
-        self._compares = is_compared(step)
+        self._steps += 1
+        self._compares = is_compared(number)
         self._is_plain = not (self._recomputed or self._compiled or self._compares)
-        self._is_late = sum(self._steps.values()) > 4
+        self._is_late = self._steps > 4
         self._records.clear()
 
     def recomputes(self, microbatch: int) -> bool:

@@ -208,9 +208,9 @@ class ForwardStage:
         if self.replica_states is not None:
             self.replica_states.finish()
 
-    def begin_step(self, kind: object, whole: frozenset[int]) -> None:
+    def begin_step(self, number: int, whole: frozenset[int]) -> None:
         """Begins a step that trains; see `LayersOfStage.begin_step`."""
-        self.runs.begin_step(kind, whole)
+        self.runs.begin_step(number, whole)
 
     def check_step(self) -> None:
         """Compares recomputations; see `LayersOfStage.check_recomputations`."""

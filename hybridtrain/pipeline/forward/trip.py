@@ -241,9 +241,12 @@ class Trip:
                     del args, kwargs
                 finally:
                     pop_function_mode(self.glue)
-                value, root = (None, None) if self._head is None else self._head[:2]
-                if self._cuts and root is not None:
-                    self._head = self._head._replace(root=self.cut(root))
+                result, value = self._head, None
+                if result is not None:
+                    value = result.value
+                    if self._cuts and result.root is not None:
+                        self._head = result._replace(root=self.cut(result.root))
+                    del result
             self.is_in_forward = False
             self._check_changes()
             self._copies.clear()
