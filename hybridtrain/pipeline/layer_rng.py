@@ -28,7 +28,6 @@ import hashlib
 import struct
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -53,8 +52,7 @@ class LayerRNG:
         own_generator: see the arguments.
         refuses_own_seeds: whether a forward that has set the random state itself may not draw.
         seeds_evaluations: whether layers draw by place in evaluations too; for comparisons.
-        pieces: the layers that are pieces of a unit.
-        counts: how often each (unit, piece, micro-batch) has drawn in the last step; filled by the
+        counts: how often each (unit, micro-batch) has drawn in the last step; filled by the
             processes that run them.
 
     Args:
@@ -81,13 +79,12 @@ class LayerRNG:
         self._seed = seed
         self._replica = replica
         self._places: Sequence[MicrobatchPlace] | None = None
-        self._units: Sequence[tuple[int, int]] = ()
-        self.pieces: set[int] = set()
+        self._units: Sequence[int] = ()
         self.probes_compiled = probes_compiled
         self._unseen: set[int] = set()
         self._drawing: set[int] = set()
         self._seen: set[int] = set()  # layers that drew in this step
-        self.counts: dict[tuple[int, int, int], int] = {}
+        self.counts: dict[tuple[int, int], int] = {}
         find_random_operations()
 
     @classmethod
@@ -103,9 +100,7 @@ class LayerRNG:
         Args:
             units: for each layer, its unit and its index among the unit's pieces.
         """
-        self._units = units
-        of_unit = Counter(unit for unit, _ in units)
-        self.pieces = {layer for layer, (unit, _) in enumerate(units) if of_unit[unit] > 1}
+        self._units = [unit for unit, _ in units]
         self._unseen = set(range(len(units))) if self.probes_compiled else set()
 
     def reprobe(self) -> None:
@@ -125,7 +120,7 @@ class LayerRNG:
         return layer in self._drawing
 
     def needs_probe(self, layer: int) -> bool:
-        """Returns whether the plain `layer` must run once inside `seeded`, before its step."""
+        """Returns whether the plain `layer` must run once with its draws, before its step."""
         return self.active and layer in self._unseen
 
     def mark_probed(self, layer: int) -> None:
@@ -133,14 +128,6 @@ class LayerRNG:
         self._unseen.discard(layer)
         if layer in self._seen:
             self._drawing.add(layer)
-
-    def seeded(self, microbatch: int) -> _SeededDraws | _NotSeeded:
-        """Returns a context in which the random operations of layers are seeded by place."""
-        if not self.active:
-            return _NOT_SEEDED
-        if self.own_generator is not None and (generator := self.own_generator()) is not None:
-            return _OwnDraws(self, microbatch, generator)
-        return _SeededDraws(self, microbatch)
 
     def drawing_in(self, microbatch: int) -> _ForwardDraws | _NotSeeded:
         """Returns a context for a whole forward, which names each layer with `at`."""
@@ -165,23 +152,13 @@ class LayerRNG:
         draws.resume(position)
         return draws
 
-    def begin_piece(self, layer: int, microbatch: int) -> int:
-        """Starts a run of `layer`; returns how often earlier pieces of its unit have drawn."""
-        unit, piece = self._units[layer]
-        self.counts[unit, piece, microbatch] = 0
-        return sum(self.draws_before(layer, microbatch))
-
-    def seed_of(self, layer: int, microbatch: int, *number: int) -> int:
-        """Returns the seed of the random operation with index `number` in the layer's unit."""
-        return self.seed_of_unit(self._units[layer][0], microbatch, *number)
-
     def seed_of_unit(self, unit: int, microbatch: int, *number: int) -> int:
         """Returns the seed of the random operation with index `number` in a unit."""
         return self._seed_of(self.step, unit, microbatch, *number)
 
     def unit_of(self, layer: int) -> int:
         """Returns the unit of `layer`."""
-        return self._units[layer][0]
+        return self._units[layer]
 
     def _seed_of(self, step: int, unit: int, microbatch: int, *number: int) -> int:
         """Returns the seed of a random operation of a unit, by the place of the micro-batch."""
@@ -191,29 +168,6 @@ class LayerRNG:
             step += ahead
         return seed_of(self._seed, step, unit, microbatch, replica, *number)
 
-    def seed_of_unseen(self, layer: int, microbatch: int) -> int:
-        """Returns the seed of draws outside the dispatcher, different in each piece of a unit."""
-        return self.seed_of(layer, microbatch, -1, self._units[layer][1])  # no operation has -1
-
-    def draws_before(self, layer: int, microbatch: int) -> tuple[int, ...]:
-        """Returns how often each earlier piece of the unit of `layer` has drawn in this step."""
-        if not (pieces := self.pieces_before(layer)):
-            return ()
-        unit = self._units[layer][0]
-        return tuple(self.counts.get((unit, earlier, microbatch), 0) for earlier in range(pieces))
-
-    def pieces_before(self, layer: int) -> int:
-        """Returns the number of earlier pieces of the unit of `layer`; 0 if layers do not draw."""
-        if not self.active or layer >= len(self._units):
-            return 0
-        return self._units[layer][1]
-
-    def continue_draws(self, layer: int, microbatch: int, counts: Sequence[int]) -> None:
-        """Stores the result of `draws_before` of another process, which has these pieces."""
-        unit = self._units[layer][0]
-        for piece, count in enumerate(counts):
-            self.counts[unit, piece, microbatch] = count
-
     def begin_step(self, active: bool, places: Sequence[MicrobatchPlace] | None = None) -> None:
         """Starts a step, in which layers draw by place if `active`; see `Step.places`."""
         self._places = places
@@ -221,7 +175,7 @@ class LayerRNG:
         self.counts.clear()
 
     def seeds_in_order(
-        self, counts: Mapping[tuple[int, int, int], int], microbatch: int, step: int
+        self, counts: Mapping[tuple[int, int], int], microbatch: int, step: int
     ) -> list[int]:
         """Returns the seeds of all draws of a micro-batch of the last step, layer by layer.
 
@@ -230,18 +184,13 @@ class LayerRNG:
             microbatch: the index of the micro-batch.
             step: the number of the step.
         """
-        seeds: list[int] = []
-        for unit, piece in self._units:
-            before = sum(counts.get((unit, earlier, microbatch), 0) for earlier in range(piece))
-            for number in range(before, before + counts.get((unit, piece, microbatch), 0)):
-                seeds.append(self._seed_of(step, unit, microbatch, number))
-        return seeds
+        return [
+            self._seed_of(step, unit, microbatch, number)
+            for unit in dict.fromkeys(self._units)
+            for number in range(counts.get((unit, microbatch), 0))
+        ]
 
-    def note_draw(self, layer: int, microbatch: int, operations: int) -> None:
-        """Records the number of random operations that `layer` has run."""
-        self._note(layer, *self._units[layer], microbatch, operations)
-
-    def note_draw_in_unit(self, layer: int, unit: int, microbatch: int, operations: int) -> None:
+    def note_draw(self, layer: int, unit: int, microbatch: int, operations: int) -> None:
         """Records the number of random operations of a unit, with all layers that it is cut into.
 
         Args:
@@ -250,13 +199,10 @@ class LayerRNG:
             microbatch: the index of the micro-batch.
             operations: the number.
         """
-        self._note(layer, unit, 0, microbatch, operations)
-
-    def _note(self, layer: int, unit: int, piece: int, microbatch: int, operations: int) -> None:
         self._seen.add(layer)
         # a recomputation repeats the first of them
-        before = self.counts.get((unit, piece, microbatch), 0)
-        self.counts[unit, piece, microbatch] = max(before, operations)
+        before = self.counts.get((unit, microbatch), 0)
+        self.counts[unit, microbatch] = max(before, operations)
 
 
 _CPU_GENERATOR = torch.default_generator
@@ -272,7 +218,7 @@ class _NotSeeded:
     counts = None
 
     def at(self, layer: int) -> None:
-        """See `_SeededDraws`."""
+        """See `_ForwardDraws`."""
 
     operations = 0
 
@@ -302,28 +248,16 @@ _NOT_SEEDED = _NotSeeded()
 
 
 class _SeededDraws(InterceptedDraws):
-    """A context that seeds the random operations of layers that run on one micro-batch.
-
-    Args:
-        rng: counts them.
-        microbatch: the index of the micro-batch.
-    """
+    """A context in which each random operation draws from a generator with a seed of its own."""
 
     _own: torch.Generator | None = None  # the device's, if no other thread draws from it
 
-    def __init__(self, rng: LayerRNG, microbatch: int) -> None:
-        self._rng = rng
-        self._microbatch = microbatch
-        self._layer = -1
-        self._before = self._operations = 0
+    def __init__(self) -> None:
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def at(self, layer: int) -> None:
-        """Records that `layer` runs next."""
-        self._layer = layer
-        self._operations = 0
-        rng = self._rng
-        self._before = rng.begin_piece(layer, self._microbatch) if layer in rng.pieces else 0
+    def _next_seed(self) -> int:
+        """Returns the seed of the next random operation."""
+        raise NotImplementedError
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`, drawn from a generator seeded by place."""
@@ -361,12 +295,6 @@ class _SeededDraws(InterceptedDraws):
             self._generators[device] = torch.Generator(device)
         return self._generators[device].manual_seed(self._next_seed())
 
-    def _next_seed(self) -> int:
-        number = self._before + self._operations
-        self._operations += 1
-        self._rng.note_draw(self._layer, self._microbatch, self._operations)
-        return self._rng.seed_of(self._layer, self._microbatch, number)
-
 
 class DrawPosition(NamedTuple):
     """A place among the draws of a micro-batch.
@@ -390,11 +318,18 @@ class _ForwardDraws(_SeededDraws):
     One thread runs all pieces of a unit, so it counts the draws of the unit, wherever that is cut.
     The generator of a device, if only this thread draws from it, has the seed of the unit while the
     forward is in a stage of the device; its offset goes on from piece to piece.
+
+    Args:
+        rng: counts them.
+        microbatch: the index of the micro-batch.
     """
 
     def __init__(self, rng: LayerRNG, microbatch: int) -> None:
-        super().__init__(rng, microbatch)
-        self._unit = -1
+        super().__init__()
+        self._rng = rng
+        self._microbatch = microbatch
+        self._layer = self._unit = -1
+        self._operations = 0
         self._counts: dict[int, int] = {}  # of the draws of each unit so far
         self._offsets: dict[int, int] = {}  # of the device's generator, after each unit so far
         # only where no other thread draws: one that takes no generator changes this state meanwhile
@@ -474,7 +409,7 @@ class _ForwardDraws(_SeededDraws):
         return self._rng.seed_of_unit(self._unit, self._microbatch, number)
 
     def _note_operations(self) -> None:
-        self._rng.note_draw_in_unit(self._layer, self._unit, self._microbatch, self._operations)
+        self._rng.note_draw(self._layer, self._unit, self._microbatch, self._operations)
 
     @property
     def position(self) -> DrawPosition:
@@ -528,39 +463,6 @@ class _DrawsAgain(_ForwardDraws):
         return self
 
 
-class _OwnDraws(_SeededDraws):
-    """Seeds draws outside the dispatcher by place too, if only this thread uses the generator."""
-
-    _own: torch.Generator
-
-    def __init__(self, rng: LayerRNG, microbatch: int, generator: torch.Generator) -> None:
-        super().__init__(rng, microbatch)
-        self._own = generator
-
-    def __enter__(self) -> _OwnDraws:
-        self._found = self._own.initial_seed(), self._own.get_offset()
-        self._own.manual_seed(0)  # at the offset 0: nothing is drawn yet
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._note_unseen()
-        seed, offset = self._found
-        self._own.manual_seed(seed)
-        self._own.set_offset(offset)
-
-    def at(self, layer: int) -> None:
-        """See `_SeededDraws`."""
-        self._note_unseen()
-        self._own.manual_seed(self._rng.seed_of_unseen(layer, self._microbatch))
-        super().at(layer)
-
-    def _note_unseen(self) -> None:
-        if self._own.get_offset():
-            self._rng.note_draw(self._layer, self._microbatch, self._operations)
-
-
 class ReplayedDraws(_SeededDraws):
     """Makes an uncut module repeat the draws of a pipeline's layers.
 
@@ -572,8 +474,8 @@ class ReplayedDraws(_SeededDraws):
     """
 
     def __init__(self, seeds: Sequence[int]) -> None:
+        super().__init__()
         self.left = list(seeds)
-        self._generators = {}
 
     def _next_seed(self) -> int:
         if not self.left:

@@ -107,10 +107,9 @@ def _facts(leaves: Sequence[Any], size: int | None) -> Hashable:
     )
 
 
-def _fact_of(value: Any) -> Hashable:
+def _fact_of(value: Any) -> Any:
     """Returns what decides about code: a flag itself, of any other value the type."""
-    fact: Hashable = value if isinstance(value, bool) else type(value)
-    return fact
+    return value if isinstance(value, bool) else type(value)
 
 
 def _shape(tensor: Tensor, size: int | None) -> Sequence[int]:

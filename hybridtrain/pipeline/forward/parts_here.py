@@ -196,9 +196,9 @@ class PartsHere:
             if self._queues.failure is None:
                 self._queues.failure = error
 
-    def counts(self) -> dict[tuple[int, int, int], int]:
+    def counts(self) -> dict[tuple[int, int], int]:
         """Returns how often each unit has drawn, see `LayerRNG.counts`."""
-        counts: dict[tuple[int, int, int], int] = {}
+        counts: dict[tuple[int, int], int] = {}
         for rng in self.rngs:
             for place, count in rng.counts.items():
                 counts[place] = max(counts.get(place, 0), count)

@@ -158,7 +158,7 @@ class Trip:
     Args:
         model: the model.
         microbatch: its index.
-        draws: the context of its random operations, see `LayerRNG.seeded`.
+        draws: the context of its random operations, see `LayerRNG.drawing_in`.
         enter_stage: waits for the turn of a stage's forward.
         leave_stage: passes it on.
         trains: whether a backward follows.

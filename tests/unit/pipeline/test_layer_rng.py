@@ -24,7 +24,7 @@ def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
     drawn = set()
     for step, layer, i in itertools.product(range(10), repeat=3):
         draws.step = step
-        with draws.seeded(i) as own:
+        with draws.drawing_in(i) as own:
             own.at(layer)
             drawn |= {torch.randint(2**60, ()).item(), torch.randint(2**60, ()).item()}
     assert len(drawn) == 2000
@@ -82,7 +82,7 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded():
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
-        with rng_of(1).seeded(0) as draws:
+        with rng_of(1).drawing_in(0) as draws:
             draws.at(0)
             results.append(two(torch.ones(64)))
     assert torch.equal(*results)
@@ -100,13 +100,13 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded_while_samples_are_r
     reader.start()
     try:
         assert in_use.wait(20)
-        with rng_of(1).seeded(0) as draws:
+        with rng_of(1).drawing_in(0) as draws:
             draws.at(0)
             found = dropped_in_a_thread(torch.ones(64))
     finally:
         done.set()
         reader.join()
-    with rng_of(1).seeded(0) as draws:
+    with rng_of(1).drawing_in(0) as draws:
         draws.at(0)
         assert torch.equal(found, dropped_in_a_thread(torch.ones(64)))
 
@@ -201,7 +201,7 @@ def test_random_operations_of_an_extension_are_seeded_whether_or_not_they_take_a
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
-        with rng_of(1).seeded(0) as draws:
+        with rng_of(1).drawing_in(0) as draws:
             draws.at(0)
             results.append(torch.ops.hybridtest.noise(torch.zeros(1, dtype=torch.long)))
     assert torch.equal(*results)
