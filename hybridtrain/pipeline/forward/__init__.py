@@ -2,6 +2,7 @@
 
 engine           threads for trips and for backwards; the step
 trip             a micro-batch on its way through the stages
+values           the values of earlier stages, as a stage uses them
 glue             the code between layers, and the cuts of the autograd graph
 turns            the turns of a device
 places           where each call of a module runs

@@ -19,7 +19,7 @@ from hybridtrain.pipeline.forward.layers import LayersOfStage, install
 from hybridtrain.pipeline.forward.part_engine import PartEngine
 from hybridtrain.pipeline.forward.places import places_of
 from hybridtrain.pipeline.forward.stage import ForwardStage
-from hybridtrain.pipeline.forward.trip import Model
+from hybridtrain.pipeline.forward.values import Model
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.ties import Alias, TiedUse, place_with_aliases

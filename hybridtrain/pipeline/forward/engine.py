@@ -49,8 +49,9 @@ from hybridtrain.pipeline.engine import HeadOutput, Step
 from hybridtrain.pipeline.forward.glue import watch_autograd
 from hybridtrain.pipeline.forward.layers import LayerCall
 from hybridtrain.pipeline.forward.stage import ForwardStage
-from hybridtrain.pipeline.forward.trip import Model, Trip
+from hybridtrain.pipeline.forward.trip import Trip
 from hybridtrain.pipeline.forward.turns import Stopped, Turns
+from hybridtrain.pipeline.forward.values import Model
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.recomputation_proof import is_compared
 from hybridtrain.pipeline.run_ahead import RunAhead

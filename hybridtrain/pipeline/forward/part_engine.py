@@ -41,7 +41,8 @@ from hybridtrain.pipeline.forward.part_trip import (
 from hybridtrain.pipeline.forward.places import places_of
 from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal
 from hybridtrain.pipeline.forward.stage import ForwardStage
-from hybridtrain.pipeline.forward.trip import Model, Trip
+from hybridtrain.pipeline.forward.trip import Trip
+from hybridtrain.pipeline.forward.values import Model
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.message_wire import (
     Lane,

@@ -50,7 +50,8 @@ from hybridtrain.pipeline.forward.rehearsal import (
     ValueFormat,
     fake_of,
 )
-from hybridtrain.pipeline.forward.trip import Model, StageInFlight, Trip
+from hybridtrain.pipeline.forward.trip import StageInFlight, Trip
+from hybridtrain.pipeline.forward.values import Model
 
 if TYPE_CHECKING:
     from hybridtrain.pipeline.autograd_graph import Root
