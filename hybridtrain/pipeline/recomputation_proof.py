@@ -12,7 +12,8 @@ saves, and of each layer's output, in both runs:
 The backward uses nothing that the second run does not reach. It does not use everything that is
 saved either: attention kernels save a random seed and offset, which are uninitialised memory if
 their dropout is 0. `_UnusedSeeds` finds them. Digests stay on their device, and are compared at the
-end of the step. The compared steps are the first `FIRST_STEPS` of each kind (`step_kind`), then each power of two, and each `INTERVAL`-th step.
+end of the step. The compared steps are the first `FIRST_STEPS` of each kind (`step_kind`), then
+each power of two, and each `INTERVAL`-th step.
 """
 
 from __future__ import annotations

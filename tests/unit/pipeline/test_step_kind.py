@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.verification import forward_check
+from hybridtrain.verification import ForwardCheck
 
 
 class Net(nn.Module):
@@ -88,14 +88,14 @@ def test_steps_are_compared_with_plain_pytorch_at_powers_of_two_of_their_kind(
     of_length, monkeypatch
 ):
     compared = []
-    check = forward_check.ForwardCheck._check
+    check = ForwardCheck._check
     model = HybridModel(Net(), World.from_env(2, "cpu"), chunks=2)
 
     def noted(self, *args):
         compared.append(step)
         return check(self, *args)
 
-    monkeypatch.setattr(forward_check.ForwardCheck, "_check", noted)
+    monkeypatch.setattr(ForwardCheck, "_check", noted)
     for step in range(1, 20):
         x = torch.randn(4, of_length(step), 4)
         model.train_step(x, x, F.mse_loss)
