@@ -255,7 +255,7 @@ class Unsplit:
         for microbatch, (x, y) in enumerate(micro_batches(inputs, targets, self._cell.chunks)):
             with autocast(self._cell.precision, targets.device.type):
                 for index, layer in enumerate(layers_of(self.net)):
-                    with draws.seeded(microbatch) as own:
+                    with draws.drawing_in(microbatch) as own:
                         own.at(index)
                         x = layer.module(x)
                 if self._case.loss_sum is not None:

@@ -480,7 +480,7 @@ def _structure(module: nn.Module) -> Hashable:
                 for n, t in (*part._parameters.items(), *part._buffers.items())
             ),
             *(
-                (n, v if isinstance(v, str | bool | float | int) else id(v))
+                (n, v if _is_plain(v) else id(v))
                 for n, v in vars(part).items()
                 if n not in _OF_MODULES and not n.endswith(_PLACES)
             ),
@@ -491,6 +491,12 @@ def _structure(module: nn.Module) -> Hashable:
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 _PLACES = ("idx", "index", "layer_id", "layer_number")  # names of a layer's place in the model
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):  # such as the shape of a LayerNorm
+        return all(map(_is_plain, value))
+    return isinstance(value, str | bool | float | int)
 
 
 def _plain_or_type(leaf: Any) -> Any:

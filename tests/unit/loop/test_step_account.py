@@ -102,13 +102,13 @@ def test_replicas_that_wait_for_one_another_by_turns_are_not_called_slow():
 
 def test_slow_loading_is_data():
     account = mean_of(trained(loading=5e-3))
-    assert max(account) == account.data
+    assert account.data > account.forward + account.backward + account.bubble
 
 
 def test_a_slow_stage_is_imbalance_on_the_other_one():
     trainer = trained(stages=(1e-4, 5e-3))
     first, second = trainer.account["devices"]
-    parts = ("forward", "backward", "bubble", "imbalance")  # the host's load is nobody's stage
+    parts = ("forward", "backward", "bubble", "imbalance")  # not host: tests share the machine
     assert max(parts, key=first.__getitem__) == "imbalance"
     assert max(parts, key=second.__getitem__) == "backward"
 
