@@ -79,18 +79,22 @@ def test_a_causal_language_model(tmp_path):
     assert_alike(tmp_path, llama, load_best_model_at_end=True)
 
 
+@pytest.mark.thorough
 def test_tied_weights(tmp_path):
     assert_alike(tmp_path, lambda: llama(tie_word_embeddings=True))
 
 
+@pytest.mark.thorough
 def test_bf16(tmp_path):
     assert_alike(tmp_path, llama, CLOSE_IN_HALF, bf16=True)
 
 
+@pytest.mark.thorough
 def test_gradient_checkpointing(tmp_path):
     assert_alike(tmp_path, llama, gradient_checkpointing=True)
 
 
+@pytest.mark.thorough
 def test_label_smoothing_computes_the_loss_outside_of_the_model(tmp_path):
     assert_alike(tmp_path, llama, label_smoothing_factor=0.1)
 
@@ -121,6 +125,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     torch.testing.assert_close(weights, whole[1], rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_may_change_from_plain_to_pipelined(tmp_path):
     whole = run(tmp_path / "whole", llama(), lambda model: model)
     (first,) = sorted((tmp_path / "whole").glob("checkpoint-3"))
