@@ -210,7 +210,8 @@ def test_a_place_that_only_seems_to_be_allowed_is_refused(variant: str, home: Pa
 def test_a_recipe_may_name_places_in_the_run_directory_and_what_to_read(
     values: dict[str, Any], home: Path
 ) -> None:
-    resolve_settings("train", [write_recipe({"run_name": "x", **values})])
+    settings = resolve_settings("train", [write_recipe({"run_name": "x", **values})])
+    assert settings.config.run_name == "x"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,8 @@ def test_the_command_line_names_any_place(typed: str, home: Path) -> None:
     others = ["monitor.csv=false"] * ("csv" not in typed)
     others += ["monitor.mlflow=false"] * ("mlflow" not in typed)
     recipe = write_recipe({"run_name": "x", **values})
-    resolve_settings("train", [recipe, *others, typed.format(home=home)])
+    settings = resolve_settings("train", [recipe, *others, typed.format(home=home)])
+    assert settings.config.run_name == "x"
 
 
 def test_a_typed_part_of_a_mapping_does_not_allow_the_rest_of_it(home: Path) -> None:

@@ -128,7 +128,7 @@ class PartEngine(ForwardEngine):
     def rehearse(self, step: Step) -> list[Rehearsal]:
         """Returns the rehearsal of each micro-batch; runs those of new kinds."""
         model: list[Model] = []  # a copy, made once if it is needed
-        found = []
+        rehearsals = []
         for microbatch in range(step.schedule.chunks):
             kind = self._kind_of(step, microbatch)
             rehearsal = self.known.get(kind)
@@ -138,8 +138,8 @@ class PartEngine(ForwardEngine):
                 if len(self.known) == _KINDS:
                     del self.known[next(iter(self.known))]
                 self.known[kind] = rehearsal
-            found.append(rehearsal)
-        return found
+            rehearsals.append(rehearsal)
+        return rehearsals
 
     def _kind_of_step(self, step: Step) -> Hashable:
         return tuple(self._kind_of(step, number) for number in range(step.schedule.chunks))

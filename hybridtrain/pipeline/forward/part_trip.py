@@ -247,20 +247,20 @@ class NumberedTrip(Trip):
         arguments are fake.
         """
         leaves, spec = tree_flatten(tree)
-        found = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if is_fake := any(isinstance(leaf, FakeTensor) for leaf in found):
-            found = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in found]
+        values = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if is_fake := any(isinstance(leaf, FakeTensor) for leaf in values):
+            values = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in values]
         replaced = {
-            id(value): leaf for leaf, value in zip(leaves, found, strict=True) if value is not leaf
+            id(value): leaf for leaf, value in zip(leaves, values, strict=True) if value is not leaf
         }
         # otherwise the same objects: a layer may add to a list for its caller
-        return tree_unflatten(found, spec) if replaced else tree, replaced, is_fake
+        return tree_unflatten(values, spec) if replaced else tree, replaced, is_fake
 
     def output_here(self, output: Any) -> Any:
         """Returns the output of the model with what the last stage has of its tensors."""
         leaves, spec = tree_flatten(output)
-        found = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return tree_unflatten(found, spec)
+        values = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return tree_unflatten(values, spec)
 
     def cut_all(self, tree: Any) -> Any:
         """Returns the arguments of a custom function; it is an event."""
