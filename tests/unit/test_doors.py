@@ -11,8 +11,6 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 import hybridtrain
 
 ROOT = Path(hybridtrain.__file__).parent
