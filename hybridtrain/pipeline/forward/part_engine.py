@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from hybridtrain.pipeline.forward.part_trip import (
     PartTrip,
     RehearsalTrip,
     RehearsedLayers,
+    attributes_of,
     is_elsewhere,
 )
 from hybridtrain.pipeline.forward.places import places_of
@@ -52,10 +53,24 @@ from hybridtrain.world import World
 
 log = logging.getLogger("hybridtrain")
 
-# Kinds of micro-batches whose rehearsals are kept.
-_KINDS = 256
+# Kinds of micro-batches whose rehearsals are kept, and modes of the modules whose copies are.
+_KINDS, _COPIES = 256, 4
 
 _PLAIN = (bool, int, float, str, bytes, type(None))  # equal by their repr
+
+
+class _Copy(NamedTuple):
+    """A copy of the model on fake tensors.
+
+    Attributes:
+        facts: what the model was like.
+        model: the copy, as trips know it.
+        own: what it was like itself, before its first rehearsal.
+    """
+
+    facts: Hashable
+    model: Model
+    own: Hashable
 
 
 class PartEngine(ForwardEngine):
@@ -95,7 +110,8 @@ class PartEngine(ForwardEngine):
         self.transport: Transport = MessageTransport(world)
         self.known: dict[Hashable, Rehearsal] = {}
         self._here = threading.local()
-        self._mode_of_copy: FakeTensorMode
+        self._mode_of_copies = FakeTensorMode(allow_non_fake_inputs=True)
+        self._copies: dict[tuple[bool, ...], _Copy] = {}  # by the modes of the modules
         self.rehearsals: list[Rehearsal] = []  # of the micro-batches of the step
 
     def run(self, step: Step) -> list[Any]:
@@ -156,30 +172,49 @@ class PartEngine(ForwardEngine):
         return tuple(module.training for module in self._model.net.modules())
 
     def _copy(self) -> Model:
-        """Returns a copy of the model on fake tensors."""
-        net, planned = self._model.net, self._planned
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        layers = [layer for stage in planned.stages for layer in stage]
-        inside = {id(t) for layer in layers for t in layer.module.buffers()}
-        outside = {id(t) for t in net.buffers()} - inside  # equal in all processes
+        """Returns a copy of the model on fake tensors; the last one if nothing has changed since.
+
+        To copy a large model takes longer than to rehearse it, and texts of ever new lengths are
+        ever new kinds.
+        """
+        facts, modes = self._facts(), self._modes_of_modules
+        kept = self._copies.get(modes)
+        if kept is not None and kept.facts == facts and attributes_of(kept.model.net) == kept.own:
+            return kept.model
+        net = self._model.net
+        outside = self._buffers_outside()
 
         def replacement(tensor: Tensor) -> Tensor:
             if id(tensor) in outside:
                 return tensor.detach().clone()
-            with mode:
+            with self._mode_of_copies:
                 return fake_like(tensor)
 
         copy = copy_of(Layer("", net), replacement)
         for part, copied in zip(net.modules(), copy.modules(), strict=True):
             copied.training = part.training
-        self._mode_of_copy = mode
-        return self._model_of_copy(copy)
+        model = self._model_of_copy(copy)
+        if len(self._copies) == _COPIES:
+            self._copies.clear()
+        self._copies[modes] = _Copy(facts, model, attributes_of(copy))
+        return model
+
+    def _facts(self) -> Hashable:
+        """Returns what a copy of the model depends on."""
+        outside = self._buffers_outside().values()
+        return attributes_of(self._model.net), [(id(t), t._version) for t in outside]
+
+    def _buffers_outside(self) -> dict[int, Tensor]:
+        """Returns the buffers of no layer, which are equal in all processes, by `id`."""
+        layers = (layer for stage in self._planned.stages for layer in stage)
+        inside = {id(t) for layer in layers for t in layer.module.buffers()}
+        return {id(t): t for t in self._model.net.buffers() if id(t) not in inside}
 
     def _rehearse(self, step: Step, inputs: Any, model: Model) -> Rehearsal:
         """Runs the forward of a copy of the model on fake tensors."""
         trains = step.makes_graphs
         draws = self._rng.rehearsing().drawing_in_part(0)
-        trip = RehearsalTrip(self._mode_of_copy, model, draws, trains)
+        trip = RehearsalTrip(self._mode_of_copies, model, draws, trains)
         with torch.random.fork_rng([]), torch.set_grad_enabled(trains), skip_scope({}):
             return trip.go(arguments_of(model.net, inputs), step.thread_state.autocast())
 

@@ -17,7 +17,7 @@ missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -489,7 +489,27 @@ def _structure(module: nn.Module) -> Hashable:
     )
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+def attributes_of(net: nn.Module) -> Hashable:
+    """Returns what shows that code has changed a model.
+
+    Its modules, their attributes, those of other objects such as a config, and how many values
+    lists and tables have.
+    """
+    objects: dict[int, Hashable] = {}
+    for part in net.modules():
+        for name, value in vars(part).items():
+            if name in _OF_MODULES or isinstance(value, Tensor | nn.Module) or _is_plain(value):
+                continue
+            if isinstance(value, Sized):
+                objects[id(value)] = len(value)
+            elif hasattr(value, "__dict__"):
+                plain = ((n, v) for n, v in vars(value).items() if _is_plain(v))
+                objects[id(value)] = tuple(plain)
+    return _structure(net), tuple(objects.items())
+
+
+# what each module has; the call is that of a layer, or of compiled code, which a copy does not run
+_OF_MODULES = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
 _PLACES = ("idx", "index", "layer_id", "layer_number")  # names of a layer's place in the model
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from support.forward_nets import CHUNKS, Net, batch, pipeline, plain_step
 from support.parts import Parts
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hybridtrain._base.skip import pop, stash
 from hybridtrain.errors import SplitError
@@ -130,6 +132,57 @@ def test_a_forward_that_takes_another_path_than_in_its_rehearsal_is_refused(
     parts = Parts(kind(), 2, batch()[0], split=["c"])
     with pytest.raises(SplitError, match="takes another path than in its rehearsal"):
         parts.step(*batch())
+
+
+class Noted(nn.Module):
+    """Notes the type of what it gets."""
+
+    seen: ClassVar[list[type]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Noted.seen.append(type(x))
+        return self.linear(self.norm(x))
+
+
+def test_of_equal_layers_with_equal_inputs_one_is_rehearsed() -> None:
+    net = nn.Sequential(*(Noted() for _ in range(6)))
+    parts = Parts(net, 2, batch()[0], chunks=1, split="uniform")
+    Noted.seen.clear()
+    parts.step(*batch())
+    assert Noted.seen.count(FakeTensor) == 2  # the first input needs no gradient
+    assert Noted.seen.count(Tensor) == 6
+
+
+class Configured(Net):
+    """Its code asks a config and a list, which a caller may change between steps."""
+
+    def prepare(self) -> None:
+        self.config, self.factors = SimpleNamespace(adds=False), [1.0]
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = self.b(x) * self.factors[-1]
+        return self.c(x + x.mean() if self.config.adds else x)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda net: setattr(net.config, "adds", True), lambda net: net.factors.append(2.0)]
+)
+def test_a_forward_is_rehearsed_as_the_model_is_then(change: Callable[[Any], Any]) -> None:
+    x, y = batch()
+    net = Configured()
+    plain = copy.deepcopy(net)
+    parts = Parts(net, 2, x, chunks=CHUNKS, split=["c"])
+    for rows in (len(x), CHUNKS):  # another kind of micro-batch, of one sample
+        parts.step(x[:rows], y[:rows])
+        for *part, target in zip(*(v[:rows].tensor_split(CHUNKS) for v in (x, y)), strict=True):
+            (F.mse_loss(plain(*part), target) * (len(target) / rows)).backward()
+        for model in (*parts.nets, plain):
+            change(model)
+    assert_same_gradients(parts.gradients(), gradients_of(plain))
 
 
 class ChangesUnderAnotherName(Net):
