@@ -56,7 +56,7 @@ def test_the_first_line_counts_the_samples_names_the_classes_and_the_place(
     write_jsonl("parts/b.jsonl", rows(8))
     said = succeed(capfd, *TEXTS, BERT, "data.path=parts/*.jsonl")
     assert (
-        "data: 18 samples to train on, 2 held out; 2 classes: neg, pos; texts of 6 tokens "
+        "data: 18 samples to train on, 2 held out; 2 classes: neg (9), pos (9); texts of 6 tokens "
         "(median), 8 (longest), 0% truncated by data.max_len=128; 2 files, jsonl from "
         "parts/a.jsonl, parts/b.jsonl" in said
     )
@@ -208,7 +208,7 @@ def test_folders_of_splits_are_known_by_many_names_and_others_are_named(
 ) -> None:
     write_images("pets", {"Training": 3, "DEV": 2, "extra": 1})
     said = succeed(capfd, *IMAGES, "trainer.steps=1")
-    assert "data: 9 samples to train on, 6 to evaluate; 3 classes: blue, green, red" in said
+    assert "data: 9 samples to train on, 6 to evaluate; 3 classes: blue (3), green (3), red (3)" in said
     assert "not used: extra/" in said
     assert "15 png from pets/Training and pets/DEV" in said
     Path("pets/Training/red/0.png").write_bytes(Path("pets/Training/red/0.png").read_bytes()[:300])
