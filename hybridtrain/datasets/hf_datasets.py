@@ -220,8 +220,8 @@ def hf_datasets(
         stratify: for classification, whether to hold out the share of each class.
         separator: the separator of CSV and TSV files, one character or `comma`, `semicolon`, `tab`
             or `pipe`; None: guess it from the header.
-        drop_missing: whether to leave out samples without a value in the columns of the text and
-            the target; False: such a sample is an error.
+        drop_missing: whether to leave out samples without a text or a target, or with a blank one;
+            False: a missing value is an error.
         classes: the class names in index order; None: sorted, or the order of a ClassLabel.
         text: the column of the text; in `.txt` files, each line is a text of this column.
         text_pair: the column of a second text, such as the sentence to compare with.

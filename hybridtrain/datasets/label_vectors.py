@@ -33,7 +33,8 @@ class LabelVectors:
 
     def of(self, sample: Mapping[str, Any]) -> Tensor:
         """Returns the labels of a sample, float32 of shape (count,)."""
-        return torch.tensor([_VALUES[value] for value in _row(sample, self.columns)])
+        row = [sample[column] for column in self.columns]
+        return torch.tensor([_VALUES[value] for value in (row[0] if len(row) == 1 else row)])
 
     def labels(self) -> Tensor:
         """Returns the labels of all training samples."""
@@ -70,7 +71,9 @@ def label_vectors(
     """
     check_columns(source.samples, "target", columns)
     rows = {
-        split: [_row(sample, columns) for sample in samples.select_columns([*columns])]
+        split: [*samples[columns[0]]]
+        if len(columns) == 1
+        else [[*row] for row in zip(*(samples[column] for column in columns), strict=True)]
         for split, samples in source.samples.items()
     }
     every = [row for of_split in rows.values() for row in of_split]
@@ -102,7 +105,3 @@ def label_vectors(
     names = [*columns] if classes is None and len(columns) > 1 else classes
     matrix = torch.tensor([[_VALUES[value] for value in row] for row in rows["train"]])
     return LabelVectors(columns, count, None if names is None else [*names], matrix)
-
-
-def _row(sample: Mapping[str, Any], columns: Sequence[str]) -> Any:
-    return sample[columns[0]] if len(columns) == 1 else [sample[column] for column in columns]

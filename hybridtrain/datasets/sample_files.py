@@ -67,13 +67,11 @@ class SampleFiles:
 
         def complete(table: Table) -> tuple[Table, dict[str, int]]:
             left_out = dict.fromkeys(table.splits, 0)
+            if self.drop_missing:
+                table, left_out = without_missing(table, [*columns])
+            can_drop = self.drop_missing is not None
             for column, key in columns.items():
-                has_blanks = key == "text" or blank_targets
-                if self.drop_missing:
-                    table, more = without_missing(table, [column], has_blanks)
-                    left_out = {split: left_out[split] + more[split] for split in left_out}
-                can_drop = self.drop_missing is not None
-                check_complete(table, [column], key, has_blanks, can_drop)
+                check_complete(table, [column], key, key == "text" or blank_targets, can_drop)
             return table, left_out
 
         table, left_out = complete(read("path", self.path))
@@ -102,7 +100,7 @@ class SampleFiles:
         if evaluation is None:
             strata = None
             if self.stratify is not None and self.stratify in train.features:
-                strata = train[self.stratify]
+                strata = [*train[self.stratify]]
             first, second = held_out(len(train), self.eval_share, self.split_seed, strata)
             parts = (train.select(part, keep_in_memory=True) for part in (first, second))
             samples = dict(zip(("train", "eval"), parts, strict=True))

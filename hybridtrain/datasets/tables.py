@@ -456,30 +456,25 @@ def as_numbers(values: Sequence[str]) -> list[int] | None:
     return [*map(int, values)] if all(map(_WHOLE_NUMBER.fullmatch, values)) else None
 
 
-def without_missing(
-    table: Table, columns: Sequence[str], blank: bool = True
-) -> tuple[Table, dict[str, int]]:
+def without_missing(table: Table, columns: Sequence[str]) -> tuple[Table, dict[str, int]]:
     """Returns a table without the samples that lack a value, and how many these are by split.
+
+    A blank text and NaN are no values.
 
     Args:
         table: the table of samples.
         columns: the columns with a value in each remaining sample; missing ones are skipped.
-        blank: whether a blank text counts as a value.
     """
 
     def has_value(value: Any) -> bool:
         if isinstance(value, str):
-            return blank or bool(value.strip())
+            return bool(value.strip())
         return value is not None and value == value  # not NaN
 
     splits, left_out = dict(table.splits), {}
     for split, samples in table.splits.items():
-        present = [column for column in columns if column in samples.features]
-        complete = [
-            number
-            for number, values in enumerate(zip(*(samples[c] for c in present), strict=True))
-            if all(map(has_value, values))
-        ] if present else range(len(samples))  # fmt: skip
+        present = [[*samples[column]] for column in columns if column in samples.features]
+        complete = [n for n in range(len(samples)) if all(has_value(of[n]) for of in present)]
         left_out[split] = len(samples) - len(complete)
         if left_out[split]:
             splits[split] = samples.select(complete, keep_in_memory=True)
