@@ -91,7 +91,8 @@ class DataSplits:
     def __str__(self) -> str:
         train, evaluation = length_of(self.train), length_of(self.eval)
         if train == 0 and self.predict is not None:
-            return f"data: {length_of(self.predict):,} samples to predict"
+            count = f"{length_of(self.predict):,} samples to predict"
+            return "data: " + "; ".join([count, *self.notes])
         what = "windows" if "seq_len" in self.metadata else "samples"
         parts = [f"{train:,} {what}" if train is not None else f"an unknown number of {what}"]
         if evaluation is not None:
@@ -99,12 +100,40 @@ class DataSplits:
             parts[0] += f" to train on, {evaluation:,} {how}"
         names = self.metadata.get("classes")
         if isinstance(names, list | tuple) and names:
-            shown = ", ".join(map(str, names[:8])) + (", ..." if len(names) > 8 else "")
-            parts.append(f"{len(names)} classes: {shown}")
+            counts = self._samples_by_class(len(names))
+            parts.append(f"{len(names)} classes: {_classes(names, counts)}")
         elif isinstance(number := self.metadata.get("num_classes"), int):
             noun = ("number", "s") if self.metadata.get("task") == "regression" else ("class", "es")
-            parts.append(counted(number, *noun) + " per sample" * (noun[0] == "number"))
+            text = counted(number, *noun) + " per sample" * (noun[0] == "number")
+            if (counts := self._samples_by_class(number)) and noun[0] == "class":
+                text += f": {_classes(range(number), counts)}"
+            parts.append(text)
         return "data: " + "; ".join([*parts, *self.notes])
+
+    def _samples_by_class(self, classes: int) -> list[int] | None:
+        """Returns the number of training samples of each class, or None if it is unknown."""
+        labels = getattr(self.train, "labels", None)
+        if not callable(labels):
+            return None
+        try:
+            of_samples = torch.as_tensor(labels())
+            if of_samples.dim() == 2:  # 0 and 1 for each label
+                return [int(count) for count in of_samples.sum(0).tolist()]
+            counts: list[int] = of_samples.flatten().long().bincount(minlength=classes).tolist()
+        except Exception:  # a method of the user's with another meaning
+            return None
+        return counts
+
+
+def _classes(names: Sequence[Any], counts: Sequence[int] | None) -> str:
+    """Returns the first classes, each with its number of training samples."""
+    # a name may contain the separator of this list
+    shown = [repr(name) if "," in str(name) else str(name) for name in names[:8]]
+    if counts is not None and len(counts) == len(names):
+        shown = [f"{name} ({count:,})" for name, count in zip(shown, counts, strict=False)]
+        if len(names) > 8:
+            return ", ".join(shown) + f", ... ({min(counts):,} to {max(counts):,} each)"
+    return ", ".join(shown) + (", ..." if len(names) > 8 else "")
 
 
 DataFunction = TypeVar("DataFunction", bound=Callable[..., DataSplits])

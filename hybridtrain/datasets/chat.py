@@ -1,5 +1,6 @@
 """Conversations for a causal language model: messages through the tokenizer's chat template.
 
+    columns   --chat_formats--->  messages with a role and a content, and tools
     messages  --chat template-->  one text, and the positions of the answers in it
               --tokenizer-->      ids, and which of them to learn
               --max_len, pack-->  samples
@@ -24,9 +25,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits, for_trained_models
+from hybridtrain.datasets.chat_formats import (
+    MESSAGES,
+    TOOLS,
+    ChatFormat,
+    check_tools,
+    columns_not_used,
+    format_of,
+    plain_messages,
+    tools_of,
+)
 from hybridtrain.datasets.held_out import check_share
 from hybridtrain.datasets.hf_datasets import Padded
-from hybridtrain.datasets.sample_files import SampleFiles, check_columns, check_named
+from hybridtrain.datasets.sample_files import SampleFiles, check_named
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import (
     load_tokenizer,
@@ -66,7 +77,8 @@ def chat(
     eval_path: str | None = None,
     eval_share: float = 0.05,
     split_seed: int = 0,
-    messages: str = "messages",
+    messages: str = MESSAGES,
+    tools: str | None = TOOLS,
     chat_template: str | None = None,
     learn: str = "answers",
     max_len: int = 1024,
@@ -75,10 +87,13 @@ def chat(
 ) -> DataSplits:
     """Returns conversations for a causal language model, with a loss on the answers only.
 
-    A sample in the files has a list of messages, each with a `role` and a `content`, which the
-    tokenizer's chat template renders as one text. Items are `(inputs, labels)`: `input_ids` and
-    `attention_mask`, int64 of shape (tokens,), and labels of the same length. The label at each
-    position is the next token (labels are already shifted), or -100 if that token is not learned.
+    A sample in the files has a list of messages, each with a `role` and a `content`, or one of the
+    formats of `hybridtrain.datasets.chat_formats`. The tokenizer's chat template renders it as one
+    text, with the sample's tools. An answer with `"weight": 0` is not learned.
+
+    Items are `(inputs, labels)`: `input_ids` and `attention_mask`, int64 of shape (tokens,), and
+    labels of the same length. The label at each position is the next token (labels are already
+    shifted), or -100 if that token is not learned.
 
     With `pack`, a sample is a window of `max_len` tokens with several whole conversations that do
     not attend to each other: `position_ids` start at 0 in each, and the attention mask is float32
@@ -97,7 +112,10 @@ def chat(
             held-out share of it.
         eval_share: the share to hold out if there is no evaluation split, 0 to 1.
         split_seed: the seed for choosing held-out samples.
-        messages: the column of the messages.
+        messages: the column of the messages; without a column `messages`, the other formats are
+            tried.
+        tools: the column of the tools that the model may call, as a list or as JSON text; the
+            default column may be missing. None: render without tools.
         chat_template: a file with a chat template; None: the tokenizer's.
         learn: `answers`: the assistant's messages, including their end token; `all`: every token.
         max_len: the maximum number of tokens of a conversation, or the length of a window.
@@ -106,7 +124,8 @@ def chat(
 
     Raises:
         DataError: the data, the column or the tokenizer is missing or of the wrong kind, the
-            template is missing or rejects a sample, or no token is left to learn.
+            template is missing or rejects a sample, or no token is left to learn. Also for files of
+            preferences, and if the template does not render the tools.
     """
     check_named(path=path, tokenizer=tokenizer)
     check_choice("learn", learn, LEARNT)
@@ -116,14 +135,19 @@ def chat(
     tok = _chat_tokenizer(tokenizer, chat_template)
     files = SampleFiles(path, None, eval_path, "train", None, eval_share, split_seed)
     source = files.read({messages: "messages"}, blank_targets=True)
-    check_columns(source.samples, "messages", [messages])
     render = _Renderer(tok, learn == "all", messages)
     chats, notes = {}, []
     for split, samples in source.samples.items():
-        coded = [render(sample[messages], f"sample {n + 1} of the {split} split, as divided here")
+        features = samples.features
+        chat_format = format_of(features, messages, split)
+        tools_column = check_tools(tools, features, split)
+        coded = [render(sample, chat_format, tools_column,
+                        f"sample {n + 1} of the {split} split, as divided here")
                  for n, sample in enumerate(samples)]  # fmt: skip
         chats[split], cut_notes = _cut(coded, max_len, split)
         notes += cut_notes
+        if split == "train":
+            notes += _format_notes(chat_format, features, tools_column, coded)
     pad_id = padding_token(tok)
     metadata: dict[str, Any] = {"task": "causal_lm", "vocab_size": len(tok), "max_len": max_len}
     metadata |= {"special_tokens": special_tokens(tok)}
@@ -191,11 +215,17 @@ class Chat:
         ids: the ids of all tokens.
         learnt: for each token, whether it is learned; the first one never is.
         full: the number of tokens before truncation, and the number of learned ones among them.
+        answers: the number of answers before truncation.
+        without_end: the number of answers that do not end with a special token.
+        has_tools: whether it was rendered with tools.
     """
 
     ids: NDArray[np.int32]
     learnt: NDArray[np.bool_]
     full: tuple[int, int]
+    answers: int = 0
+    without_end: int = 0
+    has_tools: bool = False
 
 
 class _Renderer:
@@ -212,20 +242,51 @@ class _Renderer:
         self._learns_all = learns_all
         self._column = column
         template = tokenizer.chat_template
-        of_default = template.get("default", "") if isinstance(template, dict) else template
+        templates = template if isinstance(template, dict) else {"default": template}
+        of_default = templates.get("default", "")
         self._has_tag = _KEYWORD in of_default and "endgeneration" in of_default
+        self._takes_tools = any("tools" in text for text in templates.values())
+        added = tokenizer.added_tokens_decoder
+        self._special = [id for id, token in added.items() if token.special]
 
-    def __call__(self, messages: Any, where: str) -> Chat:
-        """Returns a conversation; `where` names it in errors."""
-        messages = self._checked(messages, where)
+    def __call__(
+        self, sample: Mapping[str, Any], chat_format: ChatFormat, tools: str | None, where: str
+    ) -> Chat:
+        """Returns a conversation.
+
+        Args:
+            sample: the columns of a sample.
+            chat_format: the format of its file.
+            tools: the column of tools; None: there are none.
+            where: names the sample in errors.
+        """
+        try:
+            messages = plain_messages(chat_format.messages(sample))
+            of_sample = tools_of(sample[tools]) if tools else None
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        if messages is None:
+            shown = {name: sample[name] for name in chat_format.columns}
+            raise DataError(
+                f"{setting('messages', self._column)}: {where} must have a list of messages such "
+                f'as {{"role": "user", "content": "..."}}, but has {str(shown)[:80]}'
+            )
+        if of_sample and not self._takes_tools:
+            raise DataError(
+                f"{where} has tools, but the chat template does not render them: use a template "
+                f"that does ({argument('chat_template')}), or train without them by "
+                f"{setting('tools', None)}"
+            )
+        weights = [message.pop("weight", 1) for message in messages]
         try:
             if self._has_tag and not self._learns_all:
                 coded = self._tokenizer.apply_chat_template(
-                    messages, return_dict=True, return_assistant_tokens_mask=True
+                    messages, of_sample, return_dict=True, return_assistant_tokens_mask=True
                 )
-                ids, learnt = coded["input_ids"], coded["assistant_masks"]
+                ids, mask = coded["input_ids"], np.asarray(coded["assistant_masks"], dtype=bool)
+                self._leave_out(mask, messages, weights, where)
             else:
-                ids, learnt = self._by_prefixes(messages, where)
+                ids, mask = self._by_prefixes(messages, of_sample, weights, where)
         except DataError:
             raise
         except Exception as error:  # from a template, which may raise anything
@@ -233,32 +294,48 @@ class _Renderer:
                 f"{setting('messages', self._column)}: the chat template rejects {where}: "
                 f"{' '.join(str(error).split())}"
             ) from error
-        mask = np.asarray(learnt, dtype=bool)
         mask[:1] = False
-        return Chat(np.asarray(ids, dtype=np.int32), mask, (len(ids), int(mask.sum())))
+        ids = np.asarray(ids, dtype=np.int32)
+        answers = [] if self._learns_all else _runs(mask)
+        # a template may end an answer with a special token and a line break
+        open_ = sum(not np.isin(ids[max(0, end - 2) : end], self._special).any()
+                    for _, end in answers)  # fmt: skip
+        full = (len(ids), int(mask.sum()))
+        return Chat(ids, mask, full, len(answers), open_, of_sample is not None)
 
-    def _checked(self, messages: Any, where: str) -> list[dict[str, Any]]:
-        """Returns messages without the keys that are null in the sample."""
-        good = isinstance(messages, list) and messages
-        plain = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages or []
-            if isinstance(message, dict)
-        ]
-        if not good or len(plain) < len(messages) or not all("role" in turn for turn in plain):
+    def _leave_out(
+        self,
+        mask: NDArray[np.bool_],
+        messages: Sequence[Mapping[str, Any]],
+        weights: Sequence[float],
+        where: str,
+    ) -> None:
+        """Removes the answers with weight 0 from a mask that the template has made."""
+        wanted = [w for m, w in zip(messages, weights, strict=True) if m["role"] == "assistant"]
+        if all(wanted):
+            return
+        answers = _runs(mask)
+        if len(answers) != len(wanted):
             raise DataError(
-                f"{setting('messages', self._column)}: {where} must have a list of messages such "
-                f'as {{"role": "user", "content": "..."}}, but has {str(messages)[:80]}'
+                f"{where} has messages with weight 0, but its {len(wanted)} answers cannot be told "
+                f"apart: the chat template marks {len(answers)} parts as generated"
             )
-        return plain
+        for (start, end), weight in zip(answers, wanted, strict=True):
+            mask[start:end] &= bool(weight)
 
-    def _by_prefixes(self, messages: list[dict[str, Any]], where: str) -> tuple[Any, Any]:
+    def _by_prefixes(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        weights: Sequence[float],
+        where: str,
+    ) -> tuple[Any, NDArray[np.bool_]]:
         """Returns ids and which ones to learn, from the start and end of each answer in the text.
 
         An answer starts after the text of the messages before it, including the prompt for the
         assistant, and ends with its own text; trailing spaces belong to the template.
         """
-        text = self._text(messages)
+        text = self._text(messages, tools)
         coded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, places = coded["input_ids"], coded["offset_mapping"]
         if self._learns_all:
@@ -266,10 +343,12 @@ class _Renderer:
         learnt = np.zeros(len(ids), dtype=bool)
         starts, ends = (np.asarray([place[k] for place in places]) for k in (0, 1))
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not weights[number]:
                 continue
-            before = self._text(messages[:number], add_generation_prompt=True) if number else ""
-            until = self._text(messages[: number + 1])
+            before = (
+                self._text(messages[:number], tools, add_generation_prompt=True) if number else ""
+            )
+            until = self._text(messages[: number + 1], tools)
             if not (text.startswith(until) and until.startswith(before)):
                 raise DataError(
                     f"{setting('messages', self._column)}: in {where} the chat template renders "
@@ -281,9 +360,38 @@ class _Renderer:
             learnt |= (starts >= len(before)) & (ends <= len(until.rstrip())) & (ends > starts)
         return ids, learnt
 
-    def _text(self, messages: list[dict[str, Any]], **settings: Any) -> str:
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    def _text(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, **settings: Any
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, tools, tokenize=False, **settings)
         return text
+
+
+def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Returns the start and the end of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def _format_notes(
+    chat_format: ChatFormat, features: Mapping[str, Any], tools: str | None, chats: Sequence[Chat]
+) -> list[str]:
+    """Returns the parts of the data line about the columns and templates of the training split."""
+    notes = []
+    if chat_format.name:
+        notes.append(f"{chat_format.name} ({', '.join(chat_format.columns)})")
+    if tools is not None:
+        having = sum(chat.has_tools for chat in chats)
+        notes.append(f"{having:,} with tools, from the column {tools}")
+    if unused := columns_not_used(features, chat_format, tools):
+        notes.append(f"columns not used: {', '.join(unused[:8])}")
+    answers = sum(chat.answers for chat in chats)
+    if without_end := sum(chat.without_end for chat in chats):
+        notes.append(
+            f"{without_end:,} of {answers:,} answers do not end with a special token, so the model "
+            "does not learn to stop: let the chat template end them with one"
+        )
+    return notes
 
 
 def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], list[str]]:
@@ -298,11 +406,15 @@ def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], l
         if cut.learnt.any():
             remaining.append(cut)
     purpose = "to train on" if split == "train" else "to evaluate"
+    mute = sum(not chat.full[1] for chat in chats)
+    too_late = len(chats) - len(remaining) - mute
     if not remaining:
-        raise DataError(
-            f"none of the {len(chats):,} conversations {purpose} has an answer in its first "
-            f"{setting('max_len', max_len)} tokens"
+        reason = (
+            "has a message of the role assistant to learn"
+            if not too_late
+            else f"has an answer in its first {setting('max_len', max_len)} tokens"
         )
+        raise DataError(f"none of the {len(chats):,} conversations {purpose} {reason}")
     lengths = [chat.full[0] for chat in chats]
     answers, learnt = (
         sum(chat.full[1] for chat in chats),
@@ -319,8 +431,14 @@ def _cut(chats: Sequence[Chat], max_len: int, split: str) -> tuple[list[Chat], l
         f"conversations {purpose} of {median(lengths):g} tokens (median), {max(lengths)} (longest);"
         f" {truncated}{answers:,} learned tokens"
     ]
-    if left_out := len(chats) - len(remaining):
-        notes.append(f"{left_out:,} {purpose} left out, because they contain no answer")
+    if mute:
+        notes.append(f"{mute:,} {purpose} left out, because they contain no answer")
+    if too_late:
+        begin = "its answer begins" if too_late == 1 else "their answers begin"
+        notes.append(
+            f"{too_late:,} {purpose} left out, because {begin} after "
+            f"{setting('max_len', max_len)} tokens"
+        )
     return remaining, notes
 
 

@@ -1,17 +1,24 @@
 """Holding out samples for evaluation, for a data set without an evaluation split."""
 
+from collections.abc import Hashable, Sequence
+
 import torch
 
+from hybridtrain.datasets.split_names import listed
 from hybridtrain.errors import DataError, setting
 
 
-def held_out(samples: int, share: float, seed: int) -> tuple[list[int], list[int]]:
+def held_out(
+    samples: int, share: float, seed: int, strata: Sequence[Hashable] | None = None
+) -> tuple[list[int], list[int]]:
     """Returns the indices of the training samples and of the evaluation samples, each in order.
 
     Args:
         samples: the number of samples in the data set.
         share: the share to hold out, above 0 and below 1; at least one sample.
         seed: the seed of the random choice.
+        strata: the class of each sample, to hold out the share of each class, and at least one
+            sample of each class that has two; None: choose among all samples.
 
     Raises:
         DataError: `share` is out of range, or there are fewer than two samples.
@@ -22,8 +29,25 @@ def held_out(samples: int, share: float, seed: int) -> tuple[list[int], list[int
             f"{setting('eval_share', share)} cannot split {samples} samples: use more data"
         )
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
-    cut = min(max(round(samples * share), 1), samples - 1)
-    return sorted(order[cut:]), sorted(order[:cut])
+    by_class: dict[Hashable, list[int]] = {}
+    for number in order:
+        by_class.setdefault(strata[number] if strata is not None else None, []).append(number)
+    if all(len(numbers) == 1 for numbers in by_class.values()):
+        by_class = {None: order}
+    chosen = {
+        number
+        for numbers in by_class.values()
+        for number in numbers[: min(max(round(len(numbers) * share), 1), len(numbers) - 1)]
+    }
+    return [n for n in range(samples) if n not in chosen], sorted(chosen)
+
+
+def note_without_held_out(classes: Sequence[str], stratify: bool) -> list[str]:
+    """Returns a part of the data line on the classes without a held-out sample; [] if none."""
+    if not classes:
+        return []
+    hint = "" if stratify else f" ({setting('stratify', True)} holds out the share of each class)"
+    return [f"no sample held out of class {listed(classes)}{hint}"]
 
 
 def check_share(share: float) -> None:

@@ -25,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits, for_trained_models
-from hybridtrain.datasets.held_out import check_share
+from hybridtrain.datasets.held_out import check_share, note_without_held_out
+from hybridtrain.datasets.label_vectors import LabelVectors, label_vectors
 from hybridtrain.datasets.sample_files import SampleFiles, Samples, check_columns, check_named
 from hybridtrain.datasets.split_names import check_classes, class_numbers, listed
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
@@ -83,6 +84,7 @@ def _for_trained_models(
     classes: list[str] | None = None,
     text: str = "text",
     text_pair: str | None = None,
+    separator: str | None = None,
     max_len: int = 128,
     pad: str = "longest",
     decoder_start: str | None = None,
@@ -98,7 +100,7 @@ def _for_trained_models(
     start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
     to_predict = None
     if predict_path is not None:
-        to_predict = _texts_to_predict(predict_path, name, encode, task, start)
+        to_predict = _texts_to_predict(predict_path, name, separator, encode, task, start)
         if "longest" in metadata:
             lengths, complete = _lengths(
                 to_predict.samples, tok, to_predict.texts, task != "causal_lm"
@@ -120,19 +122,26 @@ def _padded(tokenizer: Any, max_len: int, pad: str) -> Padded:
 
 
 def _texts_to_predict(
-    path: str, name: str | None, encode: _Encoder, task: str, start: int
+    path: str, name: str | None, separator: str | None, encode: _Encoder, task: str, start: int
 ) -> Encoded:
     """Returns the texts of `predict_path`, or of standard input."""
     texts = [encode.text, *([encode.text_pair] if encode.text_pair is not None else [])]
     if path == STANDARD_INPUT:
         table = _of_standard_input(texts)
     else:
-        table = read_table("predict_path", path, name)
+        table = read_table("predict_path", path, name, text=encode.text, separator=separator)
     check_complete(table, texts, "text")
     alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
     kind = None if task == "token_classification" else "text"
     check_columns({"predict": alone}, "text", [encode.text], kind)
-    return Encoded(alone, partial(_alone, encode, task, start), texts)
+    return _encoded(encode, task, alone, partial(_alone, encode, task, start), texts)
+
+
+def _encoded(encode: _Encoder, task: str, *encoded: Any) -> Encoded:
+    """Returns the samples of a task; see `Encoded` for the other arguments."""
+    if task == "token_classification":
+        return EncodedWords(encode.first_tokens, *encoded)
+    return Encoded(*encoded)
 
 
 @for_trained_models(_for_trained_models)
@@ -146,6 +155,9 @@ def hf_datasets(
     eval_split: str | None = None,
     eval_share: float = 0.1,
     split_seed: int = 0,
+    stratify: bool = False,
+    separator: str | None = None,
+    drop_missing: bool = False,
     classes: list[str] | None = None,
     text: str = "text",
     text_pair: str | None = None,
@@ -166,7 +178,8 @@ def hf_datasets(
 
     - `classification`: int64, 0-dim, for `cross_entropy`. Text classes are numbered in the order of
       their names.
-    - `multilabel`: float32 of shape (classes,), 1 for each class in a sample's list, for `bce`.
+    - `multilabel`: float32 of shape (classes,), 1 for each class in a sample's list, for `bce`. The
+      list may also be the vector of 0 and 1, or there is a column of 0 and 1 for each label.
     - `token_classification`: int64 of shape (tokens,), for `cross_entropy`. The text is a list of
       words, and the target a list with a class for each; the first token of a word has its class,
       the others -100.
@@ -204,11 +217,16 @@ def hf_datasets(
         eval_split: the split to evaluate on; None: validation, test or another of the usual names.
         eval_share: the share to hold out if there is no evaluation split, 0 to 1.
         split_seed: the seed for choosing held-out samples.
+        stratify: for classification, whether to hold out the share of each class.
+        separator: the separator of CSV and TSV files, one character or `comma`, `semicolon`, `tab`
+            or `pipe`; None: guess it from the header.
+        drop_missing: whether to leave out samples without a text or a target, or with a blank one;
+            False: a missing value is an error.
         classes: the class names in index order; None: sorted, or the order of a ClassLabel.
-        text: the column of the text.
+        text: the column of the text; in `.txt` files, each line is a text of this column.
         text_pair: the column of a second text, such as the sentence to compare with.
-        target: the column of the class, of the list of classes, of the number (several: a list) or,
-            for seq2seq, of the text.
+        target: the column of the class, of the list of classes (or a list with a column for each
+            label), of the number (several: a list) or, for seq2seq, of the text.
         max_len: the maximum number of tokens of a sample, or the length of a window.
         pad: `longest`, or `max_len` for batches of one shape.
         pack: whether to join texts for causal_lm; False: each text is a sample.
@@ -230,7 +248,17 @@ def hf_datasets(
         raise DataError(f"{setting('mask_share', mask_share)} must be above 0 and below 1")
     tok = load_tokenizer(tokenizer)
     targets = [target] if isinstance(target, str) else list(target)
-    files = SampleFiles(path, name, eval_path, train_split, eval_split, eval_share, split_seed)
+    if stratify and task != "classification":
+        raise DataError(
+            f"{setting('stratify', True)} needs one class per sample, but the task is "
+            f"{setting('task', task)}: remove it"
+        )
+    files = SampleFiles(
+        *(path, name, eval_path, train_split, eval_split, eval_share, split_seed),
+        stratify=targets[0] if stratify else None,
+        separator=separator,
+        drop_missing=drop_missing,
+    )
     texts = [text, *([text_pair] if text_pair is not None else [])]
     needed = dict.fromkeys(texts, "text")
     if task in (*_CLASSES, "regression", "seq2seq"):
@@ -257,7 +285,7 @@ def hf_datasets(
         metadata["special_tokens"] |= {"decoder_start_token_id": start}
     to_predict = None
     if predict_path is not None:
-        to_predict = _texts_to_predict(predict_path, name, encode, task, start)
+        to_predict = _texts_to_predict(predict_path, name, separator, encode, task, start)
     others: dict[str, Any] = {
         "predict": to_predict,
         "predict_collate": _padded(tok, max_len, pad).of_inputs,
@@ -285,7 +313,16 @@ def hf_datasets(
         metadata |= {"longest": max(lengths)}
     items: dict[str, Callable[[Mapping[str, Any]], Item]] = {}
     labels: Callable[[], Tensor] | None = None
-    if task in _CLASSES:
+    vectors = label_vectors(source, targets, classes) if task == "multilabel" else None
+    if vectors is not None:
+        metadata |= {"num_classes": vectors.count, "num_labels": vectors.count}
+        if vectors.names is not None:
+            metadata |= {"classes": vectors.names}
+        others |= {"without_samples": vectors.without_samples}
+        others["notes"] = [vectors.note, *others["notes"]]
+        items = dict.fromkeys(samples, partial(_in_vector, encode, vectors))
+        labels = vectors.labels
+    elif task in _CLASSES:
         numbering = number_classes(source, targets, classes, path, of_lists=task in _LISTS)
         metadata |= {"num_classes": numbering.count, "num_labels": numbering.count}
         if numbering.names is not None:
@@ -297,6 +334,9 @@ def hf_datasets(
             for split, numbers in numbering.numbers.items()
         }
         labels = partial(_labels_of, samples["train"], targets[0], numbering, task)
+        if task == "classification" and source.held_out:
+            missing = note_without_held_out(numbering.without_held_out(), stratify)
+            others["notes"] = [*missing, *others["notes"]]
     elif task == "regression":
         _check_numbers(source, targets)
         metadata |= {"num_classes": len(targets), "num_labels": len(targets)}
@@ -308,8 +348,8 @@ def hf_datasets(
     else:
         items = dict.fromkeys(samples, partial(_translated, encode, targets[0], start))
     return DataSplits(
-        train=Encoded(samples["train"], items["train"], texts, labels),
-        eval=Encoded(samples["eval"], items["eval"], texts),
+        train=_encoded(encode, task, samples["train"], items["train"], texts, labels),
+        eval=_encoded(encode, task, samples["eval"], items["eval"], texts),
         collate=_padded(tok, max_len, pad),
         metadata=metadata,
         **others,
@@ -362,6 +402,8 @@ class Encoded(Dataset[Any]):
         self.samples = samples
         self.item = item
         self.texts = texts
+        # of the file's own
+        self._ids = [name for name in samples.features if name.lower() == "id"][:1]
         if labels is not None:
             self.labels = labels
 
@@ -372,9 +414,31 @@ class Encoded(Dataset[Any]):
         return self.item(self.samples[index])
 
     def describe(self, index: int) -> dict[str, Any]:
-        """Returns the texts of a sample; `predict` writes them next to the result."""
+        """Returns the id and the texts of a sample; `predict` writes them next to the result."""
         sample = self.samples[index]
-        return {column: sample[column] for column in self.texts}
+        return {column: sample[column] for column in (*self._ids, *self.texts)}
+
+
+class EncodedWords(Encoded):
+    """Samples that are lists of words, with a class for each.
+
+    Args:
+        first_tokens: returns, for the words of a sample, the position of the first token of each;
+            None for a word without a token.
+        encoded: the other arguments, see `Encoded`.
+    """
+
+    def __init__(
+        self,
+        first_tokens: Callable[[Sequence[str]], list[int | None]],
+        *encoded: Any,
+    ) -> None:
+        super().__init__(*encoded)
+        self._first_tokens = first_tokens
+
+    def first_tokens(self, index: int) -> list[int | None]:
+        """Returns the position of the first token of each word; None: the word has no token."""
+        return self._first_tokens(self.samples[index][self.texts[0]])
 
 
 def _of_standard_input(texts: Sequence[str]) -> Table:
@@ -407,7 +471,8 @@ def _of_standard_input(texts: Sequence[str]) -> Table:
                     f"{argument('predict_path')}-, line {number + 1}: no text in {column!r}, the "
                     f"column that the model was trained on"
                 )
-        samples.append({column: sample[column] for column in texts})
+        ids = [key for key in sample if key.lower() == "id"]
+        samples.append({column: sample[column] for column in (*ids, *texts)})
     return Table({"test": datasets.Dataset.from_list(samples)})
 
 
@@ -469,6 +534,14 @@ class _Encoder:
             words, is_split_into_words=True, truncation=True, max_length=self.max_len
         )
 
+    def first_tokens(self, words: Sequence[str]) -> list[int | None]:
+        """Returns the position of the first token of each word; None: dropped, or truncated."""
+        positions: dict[int, int] = {}
+        for position, word in enumerate(self.of_words(words).word_ids()):
+            if word is not None:
+                positions.setdefault(word, position)
+        return [positions.get(word) for word in range(len(words))]
+
     def of(self, text: str, pair: str | None = None, **settings: Any) -> dict[str, Tensor]:
         """Returns the tensors of one or two texts, truncated to `max_len` tokens; at least one."""
         encoded = self.tokenizer(text, pair, truncation=True, max_length=self.max_len, **settings)
@@ -499,6 +572,10 @@ def _several(
     labels = torch.zeros(count)
     labels[[classes[value] for value in sample[column]]] = 1
     return encode(sample), labels
+
+
+def _in_vector(encode: _Encoder, vectors: LabelVectors, sample: Mapping[str, Any]) -> Item:
+    return encode(sample), vectors.of(sample)
 
 
 def _by_word(
@@ -677,6 +754,12 @@ class Numbering:
     names: list[str] | None
     numbers: dict[str, dict[Any, int]]
     without_samples: list[str]
+
+    def without_held_out(self) -> list[str]:
+        """Returns the names of the classes without an evaluation sample."""
+        names = self.names or [*map(str, range(self.count))]
+        of_eval = {*self.numbers["eval"].values()}
+        return [name for number, name in enumerate(names) if number not in of_eval]
 
 
 def number_classes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits, digest_of_files, for_trained_models
-from hybridtrain.datasets.held_out import held_out
+from hybridtrain.datasets.held_out import held_out, note_without_held_out
 from hybridtrain.datasets.images import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     SUFFIXES,
+    counted_by_type,
     image_files,
     normalised,
+    note_other_files,
     read_image,
 )
 from hybridtrain.datasets.mixup import MixedUp
@@ -92,11 +93,14 @@ def only_to_predict(
 ) -> DataSplits:
     """Returns only the images of `predict_path`; see `for_trained_models`."""
     to_predict = None
+    notes: list[str] = []
     if predict_path is not None:
         transform = image_transform(image_size)
-        to_predict = UnlabelledImages(_files_to_predict(predict_path), transform)
+        files, notes = _files_to_predict(predict_path)
+        to_predict = UnlabelledImages(files, transform)
     facts = image_metadata(image_size) | ({"classes": classes} if classes is not None else {})
-    return DataSplits(train=(), eval=None, predict=to_predict, metadata={**metadata, **facts})
+    metadata = {**metadata, **facts}
+    return DataSplits(train=(), eval=None, predict=to_predict, metadata=metadata, notes=notes)
 
 
 @for_trained_models(only_to_predict)
@@ -108,6 +112,7 @@ def image_folder(
     mixup: float = 0.0,
     eval_share: float = 0.1,
     split_seed: int = 0,
+    stratify: bool = False,
     classes: list[str] | None = None,
     predict_path: str | None = None,
 ) -> DataSplits:
@@ -138,6 +143,7 @@ def image_folder(
             `hybridtrain.datasets.mixup`; 0: off. Doubles the loading time per image.
         eval_share: the share of the images to hold out if there is no folder `train`.
         split_seed: the seed for choosing held-out images.
+        stratify: whether to hold out the share of each class.
         classes: the class names in index order; None: the folder names, sorted.
         predict_path: images without classes, for the command `predict`: a folder, at any depth; a
             file; or `-` for paths on standard input, one per line. They are transformed as in
@@ -151,13 +157,16 @@ def image_folder(
     root = Path(root)
     splits, others = _splits_in(root)
     notes = []
+    not_read: list[str] = []
     of_eval: list[tuple[str, int]] = []
     if not splits:
-        images = _images_by_class(root, root)
+        images, others_of_train = _images_by_class(root, root)
         names = class_numbers(list(images), classes, "classes", f"{setting('root', root)}")
         files = _numbered(images, names)
-        train, evaluation = held_out(len(files), eval_share, split_seed)
+        strata = [label for _, label in files] if stratify else None
+        train, evaluation = held_out(len(files), eval_share, split_seed, strata)
         of_train, of_eval = ([files[i] for i in part] for part in (train, evaluation))
+        notes += note_without_held_out(_without_samples(names, of_eval), stratify)
         folders = [root]
     elif "train" not in splits:
         raise DataError(
@@ -165,14 +174,15 @@ def image_folder(
             "add it, or pass a folder that contains only the class folders"
         )
     else:
-        images = _images_by_class(root, splits["train"])
+        images, others_of_train = _images_by_class(root, splits["train"])
         names = class_numbers(list(images), classes, "classes", str(splits["train"]))
         of_train = _numbered(images, names)
         folders = [splits.pop("train")]
         chosen = next((split for split in ("validation", "test") if split in splits), None)
         if chosen is not None:
             folders.append(splits.pop(chosen))
-            of_val = _images_by_class(root, folders[1])
+            of_val, others_of_val = _images_by_class(root, folders[1])
+            not_read += others_of_val
             different = {*of_val} ^ {*images} if classes is None else set()
             if different:
                 raise DataError(
@@ -186,14 +196,14 @@ def image_folder(
         unused_folders = [*(folder.name for folder in splits.values()), *others]
         if unused_folders:
             notes.append(f"not used: {', '.join(f'{name}/' for name in sorted(unused_folders))}")
-    kinds = Counter(Path(path).suffix.lower()[1:] for path, _ in [*of_train, *of_eval])
-    notes.append(", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()))
+    notes += note_other_files([*not_read, *others_of_train])
+    notes.append(counted_by_type([path for path, _ in [*of_train, *of_eval]]))
     folders_text = " and ".join(str(folder) for folder in folders)
     notes[-1] += f" from {folders_text}"
     plain = image_transform(image_size)
     to_predict = None
     if predict_path is not None:
-        to_predict = UnlabelledImages(_files_to_predict(predict_path), plain)
+        to_predict = UnlabelledImages(_files_to_predict(predict_path)[0], plain)
     return DataSplits(
         predict=to_predict,
         train=training_images(of_train, image_size, augment, rand_augment, mixup, len(names)),
@@ -253,8 +263,8 @@ def _resized(image_size: int) -> int:
     return round(image_size * _RESIZED)
 
 
-def _files_to_predict(path: str) -> list[str]:
-    """Returns the image files of `predict_path`.
+def _files_to_predict(path: str) -> tuple[list[str], list[str]]:
+    """Returns the image files of `predict_path`, and a part of the data line about other files.
 
     Raises:
         DataError: there are none.
@@ -264,20 +274,20 @@ def _files_to_predict(path: str) -> list[str]:
         files = read_lines("predict_path", "the path of an image")
         if missing := [file for file in files if not Path(file).is_file()]:
             raise DataError(f"{argument('predict_path')}-: no such file: {missing[0]}")
-        return files
+        return files, []
     if place.is_file():
-        return [path]
+        return [path], []
     if not place.is_dir():
         raise DataError(
             f"{setting('predict_path', path)}: no such file or folder ({place.absolute()})"
         )
-    files, _ = image_files(place)
+    files, other_files = image_files(place)
     if not files:
         raise DataError(
             f"{setting('predict_path', path)} contains no image: image files end in "
             f"{', '.join(SUFFIXES)}"
         )
-    return files
+    return files, note_other_files(other_files)
 
 
 def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
@@ -306,8 +316,11 @@ def _splits_in(root: Path) -> tuple[dict[str, Path], list[str]]:
     return splits, other_folders
 
 
-def _images_by_class(root: Path, folder: Path) -> dict[str, list[str]]:
-    """Returns the image files of each class, a folder in `folder`, in the order of the names."""
+def _images_by_class(root: Path, folder: Path) -> tuple[dict[str, list[str]], list[str]]:
+    """Returns the image files of each class, a folder in `folder`, in the order of the names.
+
+    Also returns the other files in these folders.
+    """
     expectation = (
         f"{setting('root', root)}: {folder.absolute()} must contain a folder of images for each "
         "class"
@@ -316,10 +329,12 @@ def _images_by_class(root: Path, folder: Path) -> dict[str, list[str]]:
         raise DataError(f"{expectation}, but it does not exist")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     images = {}
+    not_read: list[str] = []
     for name in names:
         if name.startswith("."):
             continue
         images[name], other_files = image_files(folder / name)
+        not_read += other_files
         if not images[name]:
             other_text = f"it contains {Path(other_files[0]).name}, but " if other_files else ""
             raise DataError(
@@ -328,7 +343,7 @@ def _images_by_class(root: Path, folder: Path) -> dict[str, list[str]]:
             )
     if not images:
         raise DataError(f"{expectation}, but it contains no folder")
-    return images
+    return images, not_read
 
 
 def _numbered(images: dict[str, list[str]], names: Sequence[str]) -> list[tuple[str, int]]:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from hybridtrain.data import DataSplits, for_trained_models
+from hybridtrain.datasets.held_out import note_without_held_out
 from hybridtrain.datasets.hf_datasets import number_classes
 from hybridtrain.datasets.image_folder import (
     Images,
@@ -32,6 +33,9 @@ def image_table(
     eval_path: str | None = None,
     eval_share: float = 0.1,
     split_seed: int = 0,
+    stratify: bool = False,
+    separator: str | None = None,
+    drop_missing: bool = False,
     classes: list[str] | None = None,
     predict_path: str | None = None,
 ) -> DataSplits:
@@ -54,6 +58,9 @@ def image_table(
             held-out share of it.
         eval_share: the share to hold out if there is no evaluation split, 0 to 1.
         split_seed: the seed for choosing held-out images.
+        stratify: whether to hold out the share of each class.
+        separator: see `hf_datasets`.
+        drop_missing: whether to leave out images without a path or a class; False: an error.
         classes: the class names in index order; None: sorted.
         predict_path: see `image_folder`.
 
@@ -64,7 +71,12 @@ def image_table(
     if not path:
         raise DataError(f"{argument('path')} is not set: set it to a table of images and classes")
     check_image_size(image_size)
-    files = SampleFiles(path, None, eval_path, "train", None, eval_share, split_seed)
+    files = SampleFiles(
+        *(path, None, eval_path, "train", None, eval_share, split_seed),
+        stratify=target if stratify else None,
+        separator=separator,
+        drop_missing=drop_missing,
+    )
     source = files.read({image: "image", target: "target"}, blank_targets=False)
     check_columns(source.samples, "image", [image], "text")
     numbering = number_classes(source, [target], classes, path)
@@ -95,7 +107,14 @@ def image_table(
         eval=Images(listed["eval"], image_transform(image_size)),
         metadata=metadata,
         held_out=source.held_out,
-        notes=source.notes,
+        notes=[
+            *(
+                note_without_held_out(numbering.without_held_out(), stratify)
+                if source.held_out
+                else []
+            ),
+            *source.notes,
+        ],
         digest=source.digest,
         without_samples=numbering.without_samples,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridtrain._base.text_table import counted
 from hybridtrain.errors import DataError
 
 # Statistics of ImageNet per color, as used by torchvision's models.
@@ -80,6 +82,20 @@ def image_files(folder: Path) -> tuple[list[str], list[str]]:
                 is_image = name.lower().endswith(SUFFIXES)
                 (images if is_image else other_files).append(os.path.join(place, name))
     return images, other_files
+
+
+def counted_by_type(files: Sequence[str]) -> str:
+    """Returns how many files have each suffix, such as `40 jpg, 2 png`."""
+    kinds = Counter(Path(file).suffix.lower()[1:] or "without a suffix" for file in files)
+    shown = [f"{count:,} {kind}" for kind, count in kinds.most_common(8)]
+    return ", ".join([*shown, "..."] if len(kinds) > 8 else shown)
+
+
+def note_other_files(files: Sequence[str]) -> list[str]:
+    """Returns a part of the data line that counts files that are not read; [] if there are none."""
+    if not files:
+        return []
+    return [f"{counted(len(files), 'file')} of other types not read: {counted_by_type(files)}"]
 
 
 def normalised(mean: Sequence[float], std: Sequence[float]) -> list[Any]:

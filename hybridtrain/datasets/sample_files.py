@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridtrain._base.text_table import counted
 from hybridtrain.datasets.held_out import held_out
 from hybridtrain.datasets.split_names import SPLITS
-from hybridtrain.datasets.tables import Table, check_complete, read_table
+from hybridtrain.datasets.tables import Table, check_complete, read_table, without_missing
 from hybridtrain.errors import DataError, argument, setting
 
 _EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
@@ -37,7 +38,14 @@ class Samples:
 
 @dataclass(frozen=True)
 class SampleFiles:
-    """The files of the samples and how to split them; see `hf_datasets`."""
+    """The files of the samples and how to split them; see `hf_datasets`.
+
+    Attributes:
+        stratify: the column with the classes by which to hold out samples; None: at random.
+        separator: the separator of CSV and TSV files; None: guess it.
+        drop_missing: whether to leave out samples without a value; None: the data set has no such
+            key.
+    """
 
     path: str
     name: str | None
@@ -46,32 +54,54 @@ class SampleFiles:
     eval_split: str | None
     eval_share: float
     split_seed: int
+    stratify: str | None = None
+    separator: str | None = None
+    drop_missing: bool | None = None
 
     def read(self, columns: Mapping[str, str], blank_targets: bool) -> Samples:
         """Returns the samples, each with a value in the columns, which are named by their keys."""
-        table = read_table("path", self.path, self.name)
+        text = next((column for column, key in columns.items() if key == "text"), None)
+
+        def read(key: str, path: str) -> Table:
+            return read_table(key, path, self.name, text=text, separator=self.separator)
+
+        def complete(table: Table) -> tuple[Table, dict[str, int]]:
+            left_out = dict.fromkeys(table.splits, 0)
+            if self.drop_missing:
+                table, left_out = without_missing(table, [*columns])
+            can_drop = self.drop_missing is not None
+            for column, key in columns.items():
+                check_complete(table, [column], key, key == "text" or blank_targets, can_drop)
+            return table, left_out
+
+        table, left_out = complete(read("path", self.path))
         tables = [table]
         notes = list(table.notes)
         train = _split_of(table.splits, self.train_split, "train_split", self.path)
+        missing = 0
         evaluation = None
         if self.eval_path is not None:
-            eval_table = read_table("eval_path", self.eval_path, self.name)
+            eval_table, left_out_of_eval = complete(read("eval_path", self.eval_path))
             tables.append(eval_table)
             notes += eval_table.notes
             eval_split = self.eval_split or next(iter(eval_table.splits))
             evaluation = _split_of(eval_table.splits, eval_split, "eval_split", self.eval_path)
+            missing = left_out_of_eval[eval_split]
         else:
             known_splits = (split_name for split_name in _EVAL_SPLITS if split_name in table.splits)
             eval_split = self.eval_split or next(known_splits, self.train_split)
             if eval_split != self.train_split:
                 evaluation = _split_of(table.splits, eval_split, "eval_split", self.path)
+                missing = left_out[eval_split]
                 unused = table.splits.keys() - {self.train_split, eval_split}
                 notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
-        for source_table in tables:
-            for column, key in columns.items():
-                check_complete(source_table, [column], key, key == "text" or blank_targets)
+        if missing := missing + left_out[self.train_split]:
+            notes.append(f"{counted(missing, 'sample')} without a value left out")
         if evaluation is None:
-            first, second = held_out(len(train), self.eval_share, self.split_seed)
+            strata = None
+            if self.stratify is not None and self.stratify in train.features:
+                strata = [*train[self.stratify]]
+            first, second = held_out(len(train), self.eval_share, self.split_seed, strata)
             parts = (train.select(part, keep_in_memory=True) for part in (first, second))
             samples = dict(zip(("train", "eval"), parts, strict=True))
         else:

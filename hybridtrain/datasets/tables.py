@@ -3,7 +3,8 @@
 Python's `csv` reads a table of text (CSV, TSV) once beforehand: it finds errors that a parser would
 skip, and knows their lines. Every field is a text; `NA` and `null` are words, and an empty field is
 an empty text. In a TSV file, a line is a sample: if quotes would join lines, they are plain
-characters.
+characters. The header shows the separator; columns without a name, such as an index of pandas, are
+not read.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
+import itertools
 import json
 import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
+from hybridtrain._base.text_table import counted
 from hybridtrain.data import digest_of_files, digest_of_texts
 from hybridtrain.datasets.split_names import split_of_file
-from hybridtrain.errors import DataError, setting
+from hybridtrain.errors import DataError, argument, setting
 
 FORMATS = {
     ".csv": "csv",
@@ -35,6 +38,13 @@ FORMATS = {
     ".txt": "text",
 }
 _COMPRESSED = ("csv", "json", "text")
+SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|"}
+"""The separators of tables of text, by name."""
+# Excel's first line, which names the separator
+_OF_EXCEL = re.compile("sep=(.)\r?\n?", re.IGNORECASE)
+_DECIMAL_COMMA = re.compile(r"\s*[+-]?\d[\d.\s]*,\d+\s*")
+# the lines that a header with line breaks in quotes may have
+_HEADER_LINES = 20
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 
@@ -58,13 +68,22 @@ class Table:
     numbers_are_texts: bool = False
 
 
-def read_table(key: str, path: str, name: str | None = None) -> Table:
+def read_table(
+    key: str,
+    path: str,
+    name: str | None = None,
+    *,
+    text: str | None = None,
+    separator: str | None = None,
+) -> Table:
     """Returns all splits of a file, a pattern of files, a folder or a name on the Hub.
 
     Args:
         key: the config key of `path`, for messages.
         path: a file, a pattern of files, a folder or a name on the Hub.
         name: the configuration, for a data set on the Hub with several.
+        text: the column of the lines of a text file; None: text.
+        separator: the separator of CSV and TSV files, or its name; None: guess it from the header.
 
     Raises:
         DataError: the data does not exist, is empty, damaged or of an unknown format; the message
@@ -80,7 +99,7 @@ def read_table(key: str, path: str, name: str | None = None) -> Table:
     place = Path(path).expanduser()
     files = _files_of(key, path, place)
     if files:
-        return _read_files(key, path, files)
+        return _read_files(key, path, files, text, _separator(separator))
     try:
         with quiet():
             if place.is_dir() and any((place / saved_name).is_file() for saved_name in _SAVED):
@@ -166,7 +185,19 @@ def _by_split(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
     return {split: by_split[split] for split in sorted(by_split)}
 
 
-def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
+def _separator(chosen: str | None) -> str | None:
+    """Returns the separator that a key names, or which it is."""
+    separator = SEPARATORS.get(chosen or "", chosen)
+    if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
+        raise DataError(
+            f"{setting('separator', chosen)} must be one character, or {', '.join(SEPARATORS)}"
+        )
+    return separator
+
+
+def _read_files(
+    key: str, path: str, files: dict[str, list[Path]], text: str | None, separator: str | None
+) -> Table:
     import datasets
 
     left_out = [file.name for file in files.pop("", [])]
@@ -181,19 +212,26 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
     notes = []
     splits = {}
     for split, paths in files.items():
-        scans = [_checked(file, kind) for file in paths]
+        scans = [_checked(file, kind, separator) for file in paths]
         options: dict[str, Any] = {"encoding": "utf-8-sig"} if kind == "text" else {}
         if kind == "csv":
-            header = scans[0].header
+            first = scans[0]
+            header = [name or f"Unnamed: {place}" for place, name in enumerate(first.header)]
             for file, scan in zip(paths, scans, strict=True):
-                if scan.header != header:
+                if (scan.separator, scan.skipped) != (first.separator, first.skipped):
+                    raise DataError(
+                        f"{file} and {paths[0]} have different separators: read one of them, or "
+                        f"set {argument('separator')} if they have the same"
+                    )
+                if scan.header != first.header:
                     raise DataError(
                         f"{file} has the columns {', '.join(scan.header)}, but {paths[0]} has "
-                        f"{', '.join(header)}"
+                        f"{', '.join(first.header)}"
                     )
             plain = any(scan.quotes_are_plain for scan in scans)
             options = {
-                "sep": "\t" if _suffix(paths[0]) == ".tsv" else ",",
+                "sep": first.separator,
+                "skiprows": first.skipped,
                 "features": datasets.Features({name: datasets.Value("string") for name in header}),
                 "keep_default_na": False,
                 "na_filter": False,
@@ -206,11 +244,19 @@ def _read_files(key: str, path: str, files: dict[str, list[Path]]) -> Table:
                 for file, scan in zip(paths, scans, strict=True)
                 if scan.joined
             ]
+            if first.separator != _usual_separator(paths[0]):
+                notes.append(f"separator {_named_separator(first.separator)}")
+            if unnamed := [name for name in header if name not in first.header]:
+                notes.append(f"{counted(len(unnamed), 'column')} without a name not read")
         try:
             with quiet():
                 loaded = datasets.load_dataset(
                     kind, data_files={split: [str(file) for file in paths]}, **options
                 )[split]
+            if kind == "csv":
+                loaded = loaded.remove_columns(unnamed)
+            elif kind == "text" and text is not None:
+                loaded = loaded.rename_columns({"text": text})
         except Exception as error:
             if kind == "json":
                 _check_json(paths)
@@ -239,12 +285,14 @@ class _Scan:
 
     header: list[str] = field(default_factory=list)
     samples: int = 0
+    separator: str = ","
+    skipped: int = 0
     quotes_are_plain: bool = False
     joined: int = 0
     longest: tuple[int, int] = (0, 0)
 
 
-def _checked(path: Path, kind: str) -> _Scan:
+def _checked(path: Path, kind: str, separator: str | None) -> _Scan:
     """Scans a file before it is read.
 
     Raises:
@@ -264,7 +312,7 @@ def _checked(path: Path, kind: str) -> _Scan:
             with _opened(path) as file:
                 if not any(line.strip() for line in file):
                     raise DataError(f"{path} is empty")
-        return _scan_csv(path) if kind == "csv" else _Scan()
+        return _scan_csv(path, separator) if kind == "csv" else _Scan()
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
@@ -298,37 +346,75 @@ def _opened(path: Path) -> TextIO:
     return open(path, encoding="utf-8-sig", newline="")
 
 
-def _scan_csv(path: Path) -> _Scan:
-    if _suffix(path) != ".tsv":
-        return _scan(path, ",", csv.QUOTE_MINIMAL)
+def _usual_separator(path: Path) -> str:
+    return "\t" if _suffix(path) == ".tsv" else ","
+
+
+def _named_separator(separator: str) -> str:
+    names = {character: name for name, character in SEPARATORS.items()}
+    return names.get(separator, repr(separator))
+
+
+def _guessed_separator(path: Path) -> tuple[str, int]:
+    """Returns the separator that divides the header into most columns, and the lines before it.
+
+    The usual separator of the suffix is preferred: alone in a TSV file, else among equals.
+    """
+    usual = _usual_separator(path)
+    with _opened(path) as file:
+        first = file.readline()
+        if named := _OF_EXCEL.fullmatch(first):
+            return named[1], 1
+        lines = [first, *itertools.islice(file, _HEADER_LINES)]
+
+    def columns(separator: str) -> int:
+        try:
+            return len(next(filter(None, csv.reader(lines, delimiter=separator)), []))
+        except csv.Error:
+            return 0
+
+    if usual == "\t" and columns(usual) > 1:
+        return usual, 0
+    return max([usual, *SEPARATORS.values()], key=columns), 0
+
+
+def _scan_csv(path: Path, separator: str | None) -> _Scan:
+    guessed, skipped = _guessed_separator(path)
+    separator = separator or guessed
+    if separator != "\t":
+        return _scan(path, separator, csv.QUOTE_MINIMAL, skipped)
     try:
-        scan = _scan(path, "\t", csv.QUOTE_MINIMAL)
+        scan = _scan(path, separator, csv.QUOTE_MINIMAL, skipped)
     except DataError:  # perhaps an unclosed quote
-        return _scan(path, "\t", csv.QUOTE_NONE)
-    return _scan(path, "\t", csv.QUOTE_NONE) if scan.joined else scan
+        return _scan(path, separator, csv.QUOTE_NONE, skipped)
+    return _scan(path, separator, csv.QUOTE_NONE, skipped) if scan.joined else scan
 
 
-def _scan(path: Path, separator: str, quoting: Any) -> _Scan:
+def _scan(path: Path, separator: str, quoting: Any, skipped: int) -> _Scan:
     header: list[str] | None = None
-    samples, joined, longest, last_line = 0, 0, (0, 0), 0
+    samples, joined, longest, last_line = 0, 0, (0, 0), skipped
     csv.field_size_limit(1 << 30)
     with _opened(path) as file:
+        for _ in range(skipped):
+            file.readline()
         reader = csv.reader(file, delimiter=separator, quoting=quoting, strict=True)
         try:
             for fields in reader:
-                first, last_line = last_line + 1, reader.line_num
+                first, last_line = last_line + 1, skipped + reader.line_num
                 if not fields:
                     continue
                 if header is None:
                     header = fields
-                    if len({*header}) < len(header):
+                    names = list(filter(None, header))
+                    if len({*names}) < len(names):
                         raise DataError(f"{path} has two columns of one name: {', '.join(header)}")
                     continue
                 if len(fields) != len(header):
                     raise DataError(
                         f"{path}, line {first}: {len(fields)} fields, but the header has "
-                        f"{len(header)} columns ({', '.join(header)}). Quote text that contains "
-                        f"the separator or a quote"
+                        f"{len(header)} columns ({', '.join(header)}), separated by "
+                        f"{_named_separator(separator)}. Quote text that contains the separator "
+                        f"or a quote, or set {argument('separator')} if it is another one"
                     )
                 samples += 1
                 if last_line > first:
@@ -343,7 +429,8 @@ def _scan(path: Path, separator: str, quoting: Any) -> _Scan:
         raise DataError(f"{path} is empty")
     if samples == 0:
         raise DataError(f"{path} has a header ({', '.join(header)}), but no samples")
-    return _Scan(header, samples, quoting == csv.QUOTE_NONE, joined, longest)
+    plain = quoting == csv.QUOTE_NONE
+    return _Scan(header, samples, separator, skipped, plain, joined, longest)
 
 
 @contextmanager
@@ -369,7 +456,38 @@ def as_numbers(values: Sequence[str]) -> list[int] | None:
     return [*map(int, values)] if all(map(_WHOLE_NUMBER.fullmatch, values)) else None
 
 
-def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool = True) -> None:
+def without_missing(table: Table, columns: Sequence[str]) -> tuple[Table, dict[str, int]]:
+    """Returns a table without the samples that lack a value, and how many these are by split.
+
+    A blank text and NaN are no values.
+
+    Args:
+        table: the table of samples.
+        columns: the columns with a value in each remaining sample; missing ones are skipped.
+    """
+
+    def has_value(value: Any) -> bool:
+        if isinstance(value, str):
+            return bool(value.strip())
+        return value is not None and value == value  # not NaN
+
+    splits, left_out = dict(table.splits), {}
+    for split, samples in table.splits.items():
+        present = [[*samples[column]] for column in columns if column in samples.features]
+        complete = [n for n in range(len(samples)) if all(has_value(of[n]) for of in present)]
+        left_out[split] = len(samples) - len(complete)
+        if left_out[split]:
+            splits[split] = samples.select(complete, keep_in_memory=True)
+    return replace(table, splits=splits), left_out
+
+
+def check_complete(
+    table: Table,
+    columns: Sequence[str],
+    key: str,
+    blank: bool = True,
+    can_drop: bool = False,
+) -> None:
     """Checks that each sample has a value in these columns, and that a column has one type.
 
     Args:
@@ -377,6 +495,7 @@ def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool =
         columns: the columns to check; missing ones are skipped.
         key: the config key of the columns, for messages.
         blank: whether a blank text counts as a value.
+        can_drop: whether the data set has a key `drop_missing`, for the message.
 
     Raises:
         DataError: a sample has no value or another type; the message names file and sample.
@@ -393,9 +512,10 @@ def check_complete(table: Table, columns: Sequence[str], key: str, blank: bool =
             first: tuple[int, Any] | None = None
             for number, value in enumerate(samples[column]):
                 if value is None or (texts and not value.strip()):
+                    way_out = f", or set {setting('drop_missing', True)}" if can_drop else ""
                     raise DataError(
                         f"{setting(key, column)}: {_place(table, split, number)} has no value: "
-                        "fill it in, or remove the sample"
+                        f"fill it in, or remove the sample{way_out}"
                     )
                 kind = "text" if isinstance(value, str) else type(value).__name__
                 kind = "number" if isinstance(value, int | float) else kind
@@ -426,9 +546,11 @@ def check_finite(table: Table, columns: Sequence[str], key: str) -> None:
                 except ValueError:
                     finite = False
                 if not finite:
+                    comma = isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value)
+                    hint = ": write numbers with a decimal point, such as 1234.5" if comma else ""
                     raise DataError(
                         f"{setting(key, column)}: {_place(table, split, number)} has {value!r}, "
-                        "which is not a finite number"
+                        f"which is not a finite number{hint}"
                     )
 
 

@@ -141,6 +141,9 @@ def check_reported(value: str, metrics: Iterable[str], result: Mapping[str, floa
 class Accuracy(nn.Module):
     """The share of correct predictions, 0 to 1; NaN without predictions. Ignores targets of -100.
 
+    If a sample may have several labels, its targets are 0 and 1 in the shape of the outputs, and
+    a prediction is correct if all of them are (exact match), where an output above 0 means 1.
+
     A `Metric`, but not a torchmetrics metric, so it cannot be in a `MetricCollection`. It does not
     need the number of classes, and accepts classes in dim 1 or in the last dimension: (N, C) with
     (N), (N, T, C) with (N, T), (N, C, ...) with (N, ...).
@@ -163,15 +166,38 @@ class Accuracy(nn.Module):
 
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Adds the predictions of a batch."""
-        logits, targets = classes_in_dim_1(main_output(outputs), targets)
-        right = (logits.argmax(1) == targets).sum()  # never true for -100
-        self.counts += torch.stack([right, (targets != IGNORED).sum()]).to(self.counts.device)
+        logits = main_output(outputs)
+        if logits.shape == targets.shape:  # as from bce
+            right, number = _exact_matches(logits, targets)
+        else:
+            logits, targets = classes_in_dim_1(logits, targets)
+            right = (logits.argmax(1) == targets).sum()  # never true for -100
+            number = (targets != IGNORED).sum()
+        self.counts += torch.stack([right, number]).to(self.counts.device)
 
     def compute(self) -> Tensor:
         """Returns the accuracy, 0-dim, float64."""
         gather = self.dist_sync_fn or (lambda counts: [counts])
         counts = torch.stack(gather(self.counts)).sum(0).double()
         return counts[0] / counts[1]
+
+
+def _exact_matches(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the number of samples with all labels correct, and the number of samples.
+
+    Raises:
+        ConfigError: a target is neither 0 nor 1.
+    """
+    labels = targets.flatten(1) if targets.dim() > 1 else targets[:, None]
+    counts = labels != IGNORED
+    if bool(((labels != 0) & (labels != 1) & counts).any()):
+        raise ConfigError(
+            "the metric accuracy compares classes, or labels of 0 and 1, but the targets are other "
+            f"numbers of the shape of the outputs, {tuple(targets.shape)}: remove it"
+        )
+    right = ((logits.reshape(labels.shape) > 0) == (labels > 0.5)) | ~counts
+    samples = counts.any(1)
+    return (right.all(1) & samples).sum(), samples.sum()
 
 
 class Perplexity(nn.Module):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 from cli_runs import fail, succeed
 from PIL import Image
 from support.small_data import write_images, write_tokenizer
+from support.small_hub import write_bert, write_reviews, write_t5
 
 from hybridtrain.cli import main
+from hybridtrain.cli.commands.predicted_words import spans_of
+from hybridtrain.loop import predict as outputs_of
 
 IMAGES = [
     *("recipe=image_folder_vit", "data.root=pets", "model=timm", "model.name=resnet10t"),
@@ -258,3 +262,76 @@ def test_models_of_transformers_are_exported_without_the_training_data(
                 # both resize bytes, the one in Pillow and the other in torchvision
                 assert scores == pytest.approx(line["probabilities"], abs=2e-3)
     assert (exported / "tokenizer.json").is_file()
+
+
+def test_words_are_predicted_with_a_class_each_and_the_spans_of_their_labels(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["the", "film", " ", "plot", "story"]  # the tokenizer drops the third
+    labels = ["O", "B-A", "I-A", "I-A", "O"]
+    rows = [{"ID": f"r{i}", "text": words, "label": labels} for i in range(4)]
+    Path("words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["data.path=words.jsonl", "data.task=token_classification"]
+    settings += ["data.eval_path=words.jsonl", "data.max_len=5", "model.task=token_classification"]
+    succeed(capfd, *TEXTS, *settings, "run_name=words")
+    seen = []
+
+    def keep(*arguments: Any) -> Any:
+        seen.append(outputs_of(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr("hybridtrain.cli.commands.predict.predict_model", keep)
+    lines = predicted(capfd, "words")
+    assert [line["ID"] for line in lines] == ["r0", "r1", "r2", "r3"]
+    for line, probabilities in zip(lines, seen[0].logits.double().softmax(-1), strict=True):
+        assert line["text"] == words
+        assert [name is None for name in line["classes"]] == [False, False, True, False, True]
+        for word, token in ((0, 1), (1, 2), (3, 3)):  # after [CLS]; max_len cuts the last word
+            value, index = probabilities[token].max(-1)
+            assert line["probabilities"][word] == float(value)
+            assert line["classes"][word] == ["B-A", "I-A", "O"][int(index)]
+        assert line["probabilities"][2] is None
+        assert line["spans"] == spans_of(line["classes"])
+
+
+@pytest.mark.parametrize(
+    ("tags", "spans"),
+    [
+        ("B-A I-A O I-B", [("A", 0, 2), ("B", 3, 4)]),
+        ("B-A B-A I-B I-B", [("A", 0, 1), ("A", 1, 2), ("B", 2, 4)]),
+        ("B-A - I-A E-A S-A U-B", [("A", 0, 1), ("A", 2, 4), ("A", 4, 5), ("B", 5, 6)]),
+    ],
+)
+def test_spans_are_those_of_conlleval(tags: str, spans: list[tuple[str, int, int]]) -> None:
+    found = spans_of([None if tag == "-" else tag for tag in tags.split()])
+    assert [(span["class"], span["start"], span["end"]) for span in found] == spans
+
+
+def test_texts_are_not_predicted_but_generated_by_the_export_that_the_error_names(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from transformers import AutoModelForSeq2SeqLM
+
+    write_bert(Path("bert"))
+    write_t5(Path("t5"), Path("bert"))
+    write_reviews(Path("data/r.jsonl"), 16)
+    succeed(
+        capfd,
+        *("recipe=t5_summaries", "model.source=./t5", "data.path=data/r.jsonl"),
+        *("world.devices=cpu", "trainer.steps=1", "trainer.epochs=null", "run_name=short"),
+        *("data.batch_size=8", "data.max_len=16", "monitor.report=false"),
+    )
+    said = fail(capfd, "predict", "run_name=short")
+    (command,) = re.findall("`hybridtrain (.*?)`", said)
+    succeed(capfd, *command.split())
+    (exported,) = Path("outputs/short/export").iterdir()
+    assert AutoModelForSeq2SeqLM.from_pretrained(exported).can_generate()
+
+
+def test_a_text_file_is_read_as_the_column_of_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [{"review": "the plot", "label": i % 2} for i in range(8)]
+    Path("b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    succeed(capfd, *TEXTS, "data.path=b.jsonl", "data.text=review", "run_name=reviews")
+    Path("new.txt").write_text("the plot\na film\n")
+    lines = predicted(capfd, "reviews", "data.predict_path=new.txt")
+    assert [line["review"] for line in lines] == ["the plot", "a film"]

@@ -14,6 +14,7 @@ from support.small_hub import write_bert
 
 import hybridtrain.datasets.images as images
 from hybridtrain.cli import main
+from hybridtrain.errors import DataError
 
 BERT = "model.config={model_type: bert, hidden_size: 16, num_hidden_layers: 1, " \
     "num_attention_heads: 2, intermediate_size: 16}"  # fmt: skip
@@ -56,7 +57,7 @@ def test_the_first_line_counts_the_samples_names_the_classes_and_the_place(
     write_jsonl("parts/b.jsonl", rows(8))
     said = succeed(capfd, *TEXTS, BERT, "data.path=parts/*.jsonl")
     assert (
-        "data: 18 samples to train on, 2 held out; 2 classes: neg, pos; texts of 6 tokens "
+        "data: 18 samples to train on, 2 held out; 2 classes: neg (9), pos (9); texts of 6 tokens "
         "(median), 8 (longest), 0% truncated by data.max_len=128; 2 files, jsonl from "
         "parts/a.jsonl, parts/b.jsonl" in said
     )
@@ -118,6 +119,70 @@ def test_a_file_that_cannot_be_read_as_it_is_meant_is_one_line(
 ) -> None:
     Path(name).write_text(content)
     assert message in fail(capfd, *TEXTS, BERT, f"data.path={name}")
+
+
+def test_a_table_is_read_with_any_common_separator_and_without_the_index_of_pandas(
+    tmp_path: Path,
+) -> None:
+    from hybridtrain.datasets import hf_datasets
+
+    sample = '"the plot, ""good""; bad|film"'
+    for name, separator in (("semicolon", ";"), ("tab", "\t"), ("pipe", "|"), ("comma", ",")):
+        lines = [
+            separator.join(("", "text", "label", "")),
+            *(separator.join((str(i), sample, "01"[i % 2], "")) for i in range(8)),
+        ]
+        Path("a.csv").write_text("\ufeff" + "\r\n".join(lines), newline="")
+        data = hf_datasets("a.csv", "tokenizer.json")
+        assert data.train.samples[0] == {"text": 'the plot, "good"; bad|film', "label": "0"}
+        line = str(data)
+        assert (f"separator {name}" in line) == (name != "comma")
+        assert "2 columns without a name not read" in line
+    Path("a.csv").write_text("sep=;\ntext;label, of the film\na;0\nb;1\n")
+    assert hf_datasets("a.csv", "tokenizer.json", target="label, of the film").train
+    Path("a.csv").write_text("text;label\na;0\nb;1\n")
+    with pytest.raises(DataError, match="no such column; it has text;label"):
+        hf_datasets("a.csv", "tokenizer.json", separator=",")
+    with pytest.raises(DataError, match="separator=ab must be one character, or comma"):
+        hf_datasets("a.csv", "tokenizer.json", separator="ab")
+
+
+def test_what_is_wrong_in_a_table_is_fixed_by_the_key_that_the_error_names(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    table = "text;label\n" + "".join(f"a plot;{'np'[i % 2]}\n" for i in range(18)) + "a;\nb; \n"
+    Path("a.csv").write_text(table)
+    words = [*TEXTS, BERT, "data.path=a.csv", "--dry-run"]
+    said = fail(capfd, *words)
+    assert "label: sample 19 of a.csv has no value" in said
+    assert "set data.drop_missing=true" in said
+    said = succeed(capfd, *words, "data.drop_missing=true")
+    assert "2 samples without a value left out" in said
+    assert "2 classes: n (7), p (9)" in said
+    Path("a.csv").write_text("text:label\n" + "a, b:x\n" * 4)
+    assert "set data.separator= if it is another one" in fail(capfd, *words)
+    succeed(capfd, *words, "data.separator=':'")
+    Path("a.csv").write_text("text;label\n" + "a;3,5\n" * 4)
+    said = fail(capfd, *words, "data.task=regression")
+    assert "data.target=label: sample 1 of a.csv has '3,5'" in said
+    assert "write numbers with a decimal point" in said
+
+
+def test_a_small_class_is_held_out_by_its_share(capfd: pytest.CaptureFixture[str]) -> None:
+    labels = ["a"] * 30 + ["b"] * 8 + ["c"] * 2
+    write_jsonl("a.jsonl", [{"text": "plot", "label": label} for label in labels])
+    words = [*TEXTS, BERT, "data.path=a.jsonl", "--dry-run"]
+    said = succeed(capfd, *words)
+    assert "no sample held out of class b, c (data.stratify=true holds out" in said
+    said = succeed(capfd, *words, "data.stratify=true")
+    assert "35 samples to train on, 5 held out; 3 classes: a (27), b (7), c (1)" in said
+    assert "no sample held out" not in said
+    write_images("pets", per_class=4)
+    for name in ("a.heic", "b.AVIF", "c.jfif", "d.jfif", "notes.txt"):
+        Path("pets/red", name).touch()
+    said = succeed(capfd, *IMAGES, "data.stratify=true", "data.drop_last=true", "--dry-run")
+    assert "3 held out; 3 classes: blue (3), green (3), red (3)" in said
+    assert "5 files of other types not read: 2 jfif, 1 heic, 1 avif, 1 txt" in said
 
 
 @pytest.mark.thorough
@@ -208,7 +273,10 @@ def test_folders_of_splits_are_known_by_many_names_and_others_are_named(
 ) -> None:
     write_images("pets", {"Training": 3, "DEV": 2, "extra": 1})
     said = succeed(capfd, *IMAGES, "trainer.steps=1")
-    assert "data: 9 samples to train on, 6 to evaluate; 3 classes: blue, green, red" in said
+    assert (
+        "data: 9 samples to train on, 6 to evaluate; 3 classes: blue (3), green (3), red (3)"
+        in said
+    )
     assert "not used: extra/" in said
     assert "15 png from pets/Training and pets/DEV" in said
     Path("pets/Training/red/0.png").write_bytes(Path("pets/Training/red/0.png").read_bytes()[:300])

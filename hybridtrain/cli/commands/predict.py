@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.files import atomic_file, check_replaceable
 from hybridtrain._base.microbatch import batch_size
+from hybridtrain.cli.commands.predicted_words import words_of
 from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.commands.trained_run import load_trained_run
 from hybridtrain.cli.config.resolve import Settings
@@ -38,6 +39,7 @@ def predict(settings: Settings) -> Result:
     output = settings.config.output
     if output is not None:
         check_output(output)
+    _refuse_generation(settings)
     context, loader, checkpoint, _ = load_trained_run(
         settings, RunContext.predict_loader, unlabelled=True
     )
@@ -57,6 +59,16 @@ def predict(settings: Settings) -> Result:
     return {}
 
 
+def _refuse_generation(settings: Settings) -> None:
+    config = settings.config
+    if config.data.get("task") == "seq2seq":
+        raise ConfigError(
+            "predict runs one forward per sample and generates no text, which data.task=seq2seq "
+            f"needs: run `hybridtrain export run_name={config.run_name} format=transformers`, load "
+            "the folder with transformers and call generate (docs/export.md, 'Generate text')"
+        )
+
+
 def check_output(path: str) -> None:
     """Rejects unsupported file formats.
 
@@ -73,15 +85,19 @@ def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Itera
     """Yields a line for each sample: its number, its fields from the data, and its result.
 
     The result is the class and all probabilities, by name, or the labels with a probability above
-    one half; without class names, it is the model's output.
+    one half; for classes of words, the class and probability of each word. Without class names, it
+    is the model's output.
     """
     dataset = loader.dataset
     numbered = not is_stream(dataset) or context.world.data_parallel_size == 1
     describe = getattr(dataset, "describe", None)
     names: Sequence[str] = context.data.metadata.get("classes") or ()
+    first_tokens = getattr(dataset, "first_tokens", None)
     several = context.data.metadata.get("task") == "multilabel"
     logits = None
-    if names:
+    if first_tokens is not None:
+        outputs = main_output(outputs) if outputs is not None else None
+    elif names:
         loss_fn = context.options.loss_fn
         logits = main_output(outputs) if several else _logits(outputs, len(names), loss_fn)
     scores = None if logits is None else logits.double()
@@ -92,7 +108,10 @@ def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Itera
         line: dict[str, Any] = {"sample": number} if numbered else {}
         if describe is not None:
             line |= describe(number)
-        if logits is not None:
+        if first_tokens is not None:
+            tokens = torch.tensor(value)
+            line |= words_of(tokens, first_tokens(number), names or range(tokens.shape[-1]))
+        elif logits is not None:
             by_name = dict(zip(names, value, strict=True))
             if several:
                 line |= {"labels": [name for name, p in by_name.items() if p > 0.5]}
@@ -160,7 +179,7 @@ def write_samples(path: Path, samples: Iterable[Mapping[str, Any]]) -> None:
 # An array and a table have no mark of their own: the format counts.
 _ARE_PREDICTIONS: dict[str, Callable[[bytes], bool]] = {
     ".jsonl": lambda head: bool(
-        re.match(rb'\{"(sample|path|text|class|labels|output|logits)', head)
+        re.match(rb'\{"(sample|path|id|text|class|labels|output|logits)', head)
     ),
     ".npy": lambda head: head.startswith(b"\x93NUMPY"),
     ".parquet": lambda head: head.startswith(b"PAR1"),

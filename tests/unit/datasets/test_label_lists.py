@@ -41,6 +41,41 @@ def test_a_sample_with_several_classes_has_a_one_for_each(tokenizer, tmp_path):
     assert inputs["input_ids"].shape[0] == 2
 
 
+@pytest.mark.parametrize("form", ["vector", "floats", "two", "columns", "csv"])
+def test_labels_of_0_and_1_are_vectors_and_the_data_line_says_so(form, tokenizer, tmp_path):
+    rows = [[0, 1, 1], [1, 0, 0], [0, 0, 1], [0, 1, 0]]
+    rows = [row[:2] for row in rows] if form == "two" else rows
+    names = ["old", "new", "fun"][: len(rows[0])]
+    target, path = ["label"], tmp_path / "a.jsonl"
+    if form in ("vector", "two"):
+        lines(path, *({"text": "good", "label": row} for row in rows))
+    elif form == "floats":
+        lines(path, *({"text": "good", "label": [*map(float, row)]} for row in rows))
+    elif form == "columns":
+        target = names
+        lines(path, *({"text": "good", **dict(zip(names, row, strict=True))} for row in rows))
+    else:
+        target, path = names, tmp_path / "a.csv"
+        table = ["text;old;new;fun", *("good;" + ";".join(map(str, row)) for row in rows)]
+        path.write_text("\n".join(table))
+    settings = {"task": "multilabel", "eval_path": str(path), "target": target}
+    data = hf_datasets(str(path), tokenizer, classes=names, **settings)
+    assert [data.train[i][1].tolist() for i in range(4)] == rows
+    assert data.train.labels().tolist() == rows
+    line = str(data)
+    assert "labels as " in line
+    assert " of 0 and 1" in line
+    assert f"{len(names)} classes: old (1), new (2)" in line
+    with pytest.raises(DataError, match=f"has 1 names, but each sample has {len(names)} labels"):
+        hf_datasets(str(path), tokenizer, classes=["old"], **settings)
+
+
+def test_several_columns_of_labels_have_0_or_1(tokenizer, tmp_path):
+    path = lines(tmp_path / "a.jsonl", *[{"text": "good", "old": 1, "new": 2}] * 4)
+    with pytest.raises(DataError, match=r"target=new: sample 1 of the train split has 2"):
+        hf_datasets(path, tokenizer, task="multilabel", target=["old", "new"], eval_path=path)
+
+
 def test_the_first_token_of_a_word_has_its_class(tokenizer, tmp_path):
     sample = {"text": ["good", "film", "bad"], "label": ["O", "FILM", "O"]}
     path = lines(tmp_path / "a.jsonl", *[sample] * 4)

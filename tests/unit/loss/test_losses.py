@@ -199,6 +199,16 @@ def test_the_trainer_and_its_loss_go_by_what_counts():
         torch.testing.assert_close(ours.model.state_dict()[name], value, **CLOSE)
 
 
+def test_the_accuracy_of_several_labels_is_the_share_of_exact_matches():
+    metric = accuracy()
+    outputs = torch.tensor([[2.0, -1.0, 0.5], [1.0, 1.0, 1.0], [-2.0, -1.0, 3.0]])
+    metric.update(outputs, torch.tensor([[1.0, 0, 1], [1, 0, 1], [0, 0, 1]]))
+    metric.update(outputs[:1], torch.tensor([[0.0, 0, 1]]))
+    assert float(metric.compute()) == 2 / 4
+    with pytest.raises(ConfigError, match="compares classes, or labels of 0 and 1"):
+        metric.update(outputs, outputs)
+
+
 def test_evaluation_and_accuracy_leave_ignored_targets_out():
     inputs, targets = batch(16)
     targets[12:] = -100  # the last batch has no target
