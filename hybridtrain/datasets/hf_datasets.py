@@ -135,7 +135,7 @@ def _texts_to_predict(
     return Encoded(alone, partial(_alone, encode, task, start), texts)
 
 
-@for_trained_models(_for_trained_models)
+@for_trained_models(_for_trained_models, path="eval_path")
 def hf_datasets(
     path: str,
     tokenizer: str,

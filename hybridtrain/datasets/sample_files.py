@@ -52,12 +52,17 @@ class SampleFiles:
         table = read_table("path", self.path, self.name)
         tables = [table]
         notes = list(table.notes)
-        train = _split_of(table.splits, self.train_split, "train_split", self.path)
+        train_split = self.train_split
+        if self.path == self.eval_path and train_split not in table.splits:
+            train_split = self.eval_split or next(iter(table.splits))  # nothing is trained
+        train = _split_of(table.splits, train_split, "train_split", self.path)
         evaluation = None
         if self.eval_path is not None:
-            eval_table = read_table("eval_path", self.eval_path, self.name)
-            tables.append(eval_table)
-            notes += eval_table.notes
+            eval_table = table
+            if self.path != self.eval_path:
+                eval_table = read_table("eval_path", self.eval_path, self.name)
+                tables.append(eval_table)
+                notes += eval_table.notes
             eval_split = self.eval_split or next(iter(eval_table.splits))
             evaluation = _split_of(eval_table.splits, eval_split, "eval_split", self.eval_path)
         else:

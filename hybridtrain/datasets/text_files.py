@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import DataSplits, digest_of_files
+from hybridtrain.data import DataSplits, digest_of_files, for_trained_models
 from hybridtrain.datasets.held_out import check_share
 from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
 from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError, argument, setting
 
 
+@for_trained_models(path="eval_path")
 def text_files(
     path: str | Path,
     eval_path: str | Path | None = None,

@@ -63,6 +63,7 @@ from hybridtrain.cli.run.run_data import (
     load_data,
     load_for_trained,
 )
+from hybridtrain.cli.run.run_record import recorded_inputs
 from hybridtrain.data import DataSplits, example_batch
 from hybridtrain.errors import CheckpointError, ConfigError, check_choice
 from hybridtrain.launch import detect
@@ -144,7 +145,7 @@ class _Trained:
     @cached_property
     def data(self) -> DataSplits:
         """The metadata and tokenizer that the model takes from the data."""
-        return load_for_trained(self._settings, World(), self.checkpoint, samples=False)
+        return load_for_trained(self._settings, World(), self.checkpoint)
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -317,11 +318,13 @@ def _write_onnx(path: Path, trained: _Trained) -> None:
 
 def _net_and_inputs(trained: _Trained) -> tuple[nn.Module, Any]:
     """Returns the model with its weights, in evaluation mode, and inputs of two samples."""
-    config = trained.plain.config
-    data = load_data(config, World())
+    config, data = trained.plain.config, trained.data
+    inputs = recorded_inputs(trained.checkpoint, 2)
+    if inputs is None:  # by an earlier release, or of another type
+        data = load_data(config, World())
+        inputs, _ = example_batch(data.train, 2, data.collate)
     net = build_model(config, data)
     net.load_state_dict(trained.state)
-    inputs, _ = example_batch(data.train, 2, data.collate)
     return net.eval(), inputs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
@@ -100,7 +101,7 @@ def _wrapped(net: nn.Module, key: str, wrap: Callable[..., nn.Module], chosen: A
         return wrap(net, **settings)
 
 
-def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
+def build_loss(config: Config, class_weights: Tensor | None = None) -> LossFn:
     """Returns the loss function that `trainer.loss` names or describes.
 
     The default depends on the model's output, see `hybridtrain.models.returns`.
@@ -108,9 +109,13 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     `_target_` is a class, such as `torch.nn.CrossEntropyLoss`; a function that returns a loss
     function; or a `loss_fn(output, targets)` that takes the other keys as further arguments.
 
+    Args:
+        config: the config of the run.
+        class_weights: the result of `class_weights_of`; None: without weights.
+
     Raises:
-        ConfigError: the name is unknown, the target is not allowed or does not accept a key, the
-            loss does not support a setting, or the weights do not fit the data.
+        ConfigError: the name is unknown, the target is not allowed or does not accept a key, or
+            the loss does not support a setting.
     """
     chosen = config.trainer.loss
     if chosen is None:
@@ -118,7 +123,7 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
         chosen = loss_of_model(model, config.model)
     if not isinstance(chosen, Mapping):
         check_choice("trainer.loss", chosen, LOSSES)
-        return _with_settings(chosen, config, data)
+        return _with_settings(chosen, config, class_weights)
     for key in ("label_smoothing", "class_weights"):
         if getattr(config.trainer, key):
             raise ConfigError(
@@ -150,7 +155,7 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     return loss_fn
 
 
-def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn:
+def _with_settings(name: str, config: Config, class_weights: Tensor | None) -> LossFn:
     """Returns a loss by name, with label smoothing and class weights."""
     loss_fn = LOSSES[name]
     arguments: dict[str, Any] = {}
@@ -160,15 +165,9 @@ def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn
                 f"trainer.label_smoothing={config.trainer.label_smoothing} must be from 0 to 1"
             )
         arguments["label_smoothing"] = config.trainer.label_smoothing
-    weights = config.trainer.class_weights
-    if weights is not None:
-        if weights != AUTO and not (
-            isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)
-        ):
-            raise ConfigError(
-                f"trainer.class_weights={weights} must be auto, or one number per class"
-            )
-        arguments["weight"] = None if data is None else _class_weights(weights, data)
+    if config.trainer.class_weights is not None:
+        _check_class_weights(config.trainer.class_weights)
+        arguments["weight"] = class_weights
     takes = inspect.signature(loss_fn).parameters
     for key, argument in (("label_smoothing",) * 2, ("weight", "class_weights")):
         if key in arguments and key not in takes:
@@ -176,8 +175,27 @@ def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn
     return partial(loss_fn, **arguments) if arguments else loss_fn
 
 
-def _class_weights(weights: Any, data: DataSplits) -> Tensor:
-    """Returns one weight per class: the given ones, or the inverse of each class's frequency."""
+def _check_class_weights(weights: Any) -> None:
+    if weights == AUTO:
+        return
+    if not isinstance(weights, list) or not all(type(w) in (int, float) for w in weights):
+        raise ConfigError(f"trainer.class_weights={weights} must be auto, or one number per class")
+    if not all(0 <= w < math.inf for w in weights) or not any(weights):
+        raise ConfigError(
+            f"trainer.class_weights={weights}: each weight must be a finite number of at least 0, "
+            f"and one of them above 0"
+        )
+
+
+def class_weights_of(config: Config, data: DataSplits) -> Tensor | None:
+    """Returns one weight per class: the given ones, or the inverse of each class's frequency.
+
+    Raises:
+        ConfigError: the weights do not fit the data, or its classes cannot be counted.
+    """
+    weights = config.trainer.class_weights
+    if weights is None:
+        return None
     classes = data.metadata.get("num_classes")
     if weights != AUTO:
         if isinstance(classes, int) and len(weights) != classes:
