@@ -149,6 +149,7 @@ def _evaluated_alone(
     train: str,
     evaluation: str,
     metadata: Mapping[str, Any],
+    /,
     **arguments: Any,
 ) -> DataSplits | None:
     """Returns the samples to evaluate on, with the classes of `metadata`.
