@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +33,7 @@ from hybridtrain.datasets.tokenizing import (
     load_tokenizer,
     padding_token,
     special_tokens,
+    unknown_tokens,
     vocabulary_digest,
 )
 from hybridtrain.errors import DataError, argument, check_choice, setting
@@ -124,6 +126,8 @@ def chat(
                  for n, sample in enumerate(samples)]  # fmt: skip
         chats[split], cut_notes = _cut(coded, max_len, split)
         notes += cut_notes
+    learned_from = chain.from_iterable(chat.ids for chat in chats["train"])
+    notes += unknown_tokens(tok, tokenizer, learned_from)
     pad_id = padding_token(tok)
     metadata: dict[str, Any] = {"task": "causal_lm", "vocab_size": len(tok), "max_len": max_len}
     metadata |= {"special_tokens": special_tokens(tok)}

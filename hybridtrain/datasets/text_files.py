@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 from hybridtrain._base.text_table import counted
 from hybridtrain.data import DataSplits, digest_of_files, for_trained_models
 from hybridtrain.datasets.held_out import check_share
-from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
+from hybridtrain.datasets.tokenizing import (
+    end_of_text,
+    load_tokenizer,
+    unknown_tokens,
+    vocabulary_digest,
+)
 from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError, argument, setting
 
@@ -87,8 +92,9 @@ def text_files(
         splits,
         held_out=eval_path is None,
         notes=[
+            *([] if tokenize is None else unknown_tokens(tokenize, str(tokenizer), texts[0])),
             f"{counted(sum(map(len, texts)), 'token')} from {counted(len(every), 'file')}, {path}"
-            + (f" and {eval_path}" if eval_path is not None else "")
+            + (f" and {eval_path}" if eval_path is not None else ""),
         ],
         vocabulary=None if tokenize is None else vocabulary_digest(tokenize),
         digest=digest_of_files(every),

@@ -67,6 +67,7 @@ from hybridtrain.cli.run.run_record import recorded_inputs
 from hybridtrain.data import DataSplits, example_batch
 from hybridtrain.errors import CheckpointError, ConfigError, check_choice
 from hybridtrain.launch import detect
+from hybridtrain.models.transformers_models import as_published
 from hybridtrain.world import World
 
 FORMATS = {
@@ -254,7 +255,7 @@ def _write_transformers(folder: Path, trained: _Trained) -> None:
             f"format=transformers needs a transformers model, but this is a "
             f"{type(net).__name__}: set format=safetensors or format=torch"
         )
-    net.config.use_cache = True
+    net = as_published(net)
     with atomic_folder(folder) as new:
         # copies, because a tensor with several names can be written only once
         net.save_pretrained(new, state_dict={name: value.clone() for name, value in state.items()})

@@ -79,7 +79,12 @@ def load_data(config: Config, world: World) -> DataSplits:
         check_tokenizer(config)
         try:
             return targets.build(
-                "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+                "data",
+                settings,
+                DataSplits,
+                config.allow_targets,
+                defaults=_of_model(config),
+                ignore=LOADER_KEYS,
             )
         except FileNotFoundError as error:
             where = _place_of_data(config)
@@ -135,7 +140,12 @@ def load_for_trained(settings: Settings, world: World, checkpoint: Path) -> Data
     evaluates = settings.uses("evaluation data") and not predicts
     check_tokenizer(config)
     target, arguments = targets.check(
-        "data", config.data, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+        "data",
+        config.data,
+        DataSplits,
+        config.allow_targets,
+        defaults=_of_model(config),
+        ignore=LOADER_KEYS,
     )
     load = getattr(target, "evaluated_alone" if evaluates else "for_trained_models", None)
     if load is None:
@@ -149,6 +159,11 @@ def load_for_trained(settings: Settings, world: World, checkpoint: Path) -> Data
     with naming({name: f"data.{name}" for name in arguments}):
         data: DataSplits | None = load(metadata, **arguments)
     return load_data(config, world) if data is None else data
+
+
+def _of_model(config: Config) -> dict[str, Any]:
+    """Returns arguments of data functions that describe the model; see `targets.build`."""
+    return {"model_source": config.model.get("source")}
 
 
 def _check_standard_input(config: Config, world: World) -> None:
