@@ -190,7 +190,8 @@ def _too_few_rows(source: str | None, auto: str, tokens: int, rows: int) -> str:
     return (
         f"{problem}use the model's tokenizer, or add the rows once in Python, net = transformers."
         f"{auto}.from_pretrained({source!r}); net.resize_token_embeddings({tokens}); "
-        f"net.save_pretrained('resized'), and set {setting('source', 'resized')}"
+        f"net.save_pretrained('resized'), and set {setting('source', 'resized')} and "
+        f"data.tokenizer= to this tokenizer"
     )
 
 
