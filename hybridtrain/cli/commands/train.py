@@ -26,6 +26,7 @@ from hybridtrain.cli.run.components import (
     build_lr_schedule,
     build_model_optimizer,
     build_trackers,
+    check_evaluations,
 )
 from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.directory import (
@@ -57,6 +58,7 @@ def train(settings: Settings) -> Result:
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
     total_steps = options.trainer.total_steps(loader.batches_per_epoch)
+    check_evaluations(options.callbacks, options.trainer, total_steps)
     optimizer = build_model_optimizer(config.optim, model, config.allow_targets)
     lr_schedule = build_lr_schedule(
         config.lr_schedule, optimizer, total_steps, config.allow_targets

@@ -24,7 +24,7 @@ from hybridtrain.cli.config.schema import AUTO, GROUP_KEYS, WRAPPER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, check_choice, naming
-from hybridtrain.loop import CALLBACKS, Callback, Tracker
+from hybridtrain.loop import CALLBACKS, Callback, Tracker, TrainerOptions
 from hybridtrain.loss import (
     LOSSES,
     METRICS,
@@ -241,7 +241,10 @@ def build_metrics(
     chosen = config.trainer.metrics
     if chosen is None:
         chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
+    if isinstance(chosen, str):
+        chosen = [chosen]
     if not isinstance(chosen, Mapping):
+        _check_once("trainer.metrics", chosen)
         chosen = {name: name for name in chosen}
     _check_names("trainer.metrics", "metric", chosen)
     for name, metric in chosen.items():
@@ -485,9 +488,10 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
                 f"callbacks={chosen} must be a list of names, or a mapping such as "
                 f"callbacks={{ema: {{decay: 0.999}}}}"
             )
+        _check_once("callbacks", chosen)
         chosen = dict.fromkeys(chosen)
     _check_names("callbacks", "callback", chosen)
-    return [
+    callbacks = [
         instantiate.build(
             f"callbacks.{name}",
             _with_target(f"callbacks.{name}", settings, CALLBACKS),
@@ -497,6 +501,40 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
         )
         for name, settings in chosen.items()
     ]
+    trainer = config.trainer
+    evaluates = trainer.eval_every is not None or trainer.eval_every_epochs is not None
+    for name, callback in zip(chosen, callbacks, strict=True):
+        if callback.needs_evaluations and not evaluates:
+            raise ConfigError(
+                f"callbacks.{name} compares evaluations, but this run has only one, at its end: "
+                f"set trainer.eval_every= to a number of steps, or trainer.eval_every_epochs=1"
+            )
+    return callbacks
+
+
+def check_evaluations(callbacks: Iterable[Callback], options: TrainerOptions, steps: int) -> None:
+    """Rejects callbacks that compare evaluations in a run that ends before its second one.
+
+    Args:
+        callbacks: the callbacks of the run.
+        options: the options of the trainer.
+        steps: the length of the run.
+    """
+    every = options.eval_every
+    if every is None or every < steps or options.eval_every_epochs is not None:
+        return
+    for callback in callbacks:
+        if callback.needs_evaluations:
+            raise ConfigError(
+                f"{callback.state_name} compares evaluations, but with trainer.eval_every={every} "
+                f"a run of {steps} steps has only one, at its end: set trainer.eval_every= to less "
+                f"than {steps}"
+            )
+
+
+def _check_once(key: str, names: Sequence[Any]) -> None:
+    if repeated := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise ConfigError(f"{key} has {repeated[0]} twice: remove one of them")
 
 
 def build_trackers(

@@ -38,11 +38,13 @@ class Callback:
     Attributes:
         main_only: True to run on rank 0 only, for example to write files. Such a callback has no
             state in the checkpoint.
+        needs_evaluations: True if a single evaluation, at the end of a run, has no effect on it.
         stops: set to True on all processes in the same step to end the run after this step. The run
             then evaluates and saves as after its last step.
     """
 
     main_only = False
+    needs_evaluations = False
     stops: bool = False
 
     @property
