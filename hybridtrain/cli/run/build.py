@@ -40,6 +40,7 @@ from hybridtrain.cli.run.components import (
 from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.lock import RunLock
+from hybridtrain.cli.run.moved_base import naming_source
 from hybridtrain.cli.run.resume import check_trained, checkpoint_to_read
 from hybridtrain.cli.run.run_data import load_data, load_for_trained
 from hybridtrain.cli.run.run_record import recorded_class_weights
@@ -309,7 +310,8 @@ def _open_directory(
         directory.check_writable()
         world.on_main(RunLock(directory.path).check)
         if (initial := parse_init_from(config.init_from)) and not store.steps():
-            world.on_main(lambda: find_weights(initial["source"]))
+            with naming_source(config):
+                world.on_main(lambda: find_weights(initial["source"]))
     directory.log_to_files(world.rank, settings.quiet)
     if world.unused_gpus and world.is_main:
         _log.warning("%s", world.unused_gpus)
