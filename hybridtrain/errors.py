@@ -86,8 +86,10 @@ class Interrupted(UserError):
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the closest known name to a possible typo `name`, or None."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+    """Returns the closest known name to a possible typo `name`, in any case, or None."""
+    by_lower = {text.lower(): text for text in known}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
@@ -164,6 +166,12 @@ def setting(name: str, value: object, form: Callable[[object], str] = str) -> st
     return f"{argument(name)}{_naming.value(name, value) if is_word else form(value)}"
 
 
-def phrase(text: str) -> str:
-    """Returns the current interface's equivalent of `text`, an action of a Python user."""
-    return _naming.phrases.get(text, text)
+def phrase(text: str, **values: object) -> str:
+    """Returns the current interface's equivalent of `text`, an action of a Python user.
+
+    Args:
+        text: the Python phrase, a key of `Naming.phrases`.
+        values: what the equivalent formats, as in `{source}`.
+    """
+    equivalent = _naming.phrases.get(text)
+    return text if equivalent is None else equivalent.format(**values)

@@ -242,7 +242,7 @@ def check_batch_size(batch_size: Any) -> None:
     batch_size = plain_numbers(batch_size)
     if type(batch_size) is not int or batch_size < 1:
         raise ConfigError(
-            f"{setting('batch_size', batch_size)} must be a positive number of samples"
+            f"{setting('batch_size', batch_size)} must be a whole number of samples, at least 1"
         )
 
 

@@ -17,7 +17,7 @@ from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.tensor_files import without_aliases
 from hybridtrain.checkpoint.weight_sources import files_of, find_weights, locate
 from hybridtrain.checkpoint.weights import EXTRA_STATE, load_weights, split_state
-from hybridtrain.errors import CheckpointError
+from hybridtrain.errors import CheckpointError, phrase, setting
 from hybridtrain.model import HybridModel
 
 # the prefixes that wrappers add to names
@@ -149,27 +149,41 @@ def _matched(net: nn.Module, located: Path, source: str, strict: bool, prefix: s
     source_weights = open_source(located, source).below(prefix)
     if not source_weights.tensors:
         raise CheckpointError(
-            f"init_from={source} has no tensor with the prefix {prefix!r}; its names begin with "
-            f"{_beginnings(open_source(located, source).tensors)}"
+            f"{setting('init_from', source)} has no tensor with the prefix {prefix!r}; its names "
+            f"begin with {_beginnings(open_source(located, source).tensors)}"
         )
     chosen, report = match_weights(net, source_weights.tensors, source)
     problems = report.problems()
     if not report.loaded:
         raise CheckpointError(
-            f"init_from={source} has no tensor of the model: the source has "
+            f"{setting('init_from', source)} has no tensor of the model: the source has "
             f"{', '.join(sorted(source_weights.tensors)[:3])}, ..., and the model has "
-            f"{', '.join(list(net.state_dict())[:3])}, ...; prefix= removes a prefix of the "
-            f"source's names"
+            f"{', '.join(list(net.state_dict())[:3])}, ..."
+            + _about_prefix(source, source_weights.tensors, net)
         )
     if strict and problems:
         shown = "; ".join(problems[:3])
         more = f"; and {len(problems) - 3} more" * (len(problems) > 3)
+        given = f"{source}, prefix: {prefix}" if prefix else source
+        leave_out = phrase("pass strict=False", source=given)
         raise CheckpointError(
-            f"init_from={source} does not match the model: {shown}{more}. Set strict=false to load "
-            f"the other {len(report.loaded)} tensors"
+            f"{setting('init_from', source)} does not match the model: {shown}{more}. To load the "
+            f"other {len(report.loaded)} tensors, {leave_out}"
         )
     base = base_of(net, source_weights.base, source_weights.base_tensors, source_weights.prefix)
     return chosen, source_weights.extra, report, base
+
+
+def _about_prefix(source: str, names: Iterable[str], net: nn.Module) -> str:
+    """Returns the advice to remove a prefix; empty if no name of the model is in the source."""
+    of_model = net.state_dict()
+    for name in names:
+        for dot in (place for place, letter in enumerate(name) if letter == "."):
+            prefix, rest = name[: dot + 1], name[dot + 1 :]
+            if rest in of_model:
+                advice = phrase("pass prefix=", source=source, prefix=prefix)
+                return f". To remove the prefix {prefix} of the source's names, {advice}"
+    return ""
 
 
 def _beginnings(names: Iterable[str]) -> str:

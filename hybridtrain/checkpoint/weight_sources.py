@@ -18,7 +18,7 @@ from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest, verify
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.checkpoint.tensor_files import open_tensors, read_tensors
 from hybridtrain.checkpoint.weights import read_weights
-from hybridtrain.errors import CheckpointError
+from hybridtrain.errors import CheckpointError, setting
 
 _TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 # in a folder of Accelerate or torchtune, or an index that lists the shards
@@ -82,14 +82,18 @@ def _local(source: str | Path) -> Path | None:
     if path.is_file() or path.is_dir():
         return path
     if not _HUB_NAME.fullmatch(str(source)) or path.suffix in (".safetensors", *_TORCH_FILES):
-        raise CheckpointError(f"init_from={source}: no such file or directory")
+        raise CheckpointError(f"{_named(source)}: no such file or directory")
     return None
+
+
+def _named(source: object) -> str:
+    return setting("init_from", source)
 
 
 def _not_on_hub(source: str | Path, error: Exception) -> CheckpointError:
     reason = f"{type(error).__name__}: {_first_line(error)}"
     return CheckpointError(
-        f"init_from={source}: no such file or directory, and no such model could be loaded from "
+        f"{_named(source)}: no such file or directory, and no such model could be loaded from "
         f"the Hub ({reason})"
     )
 
@@ -103,7 +107,7 @@ def locate(source: Path, best: bool) -> Path:
         if source.suffix == ".safetensors" or source.suffix in _TORCH_FILES:
             return source
         raise CheckpointError(
-            f"init_from={source} is not a weights file: its name must end with .safetensors or one "
+            f"{_named(source)} is not a weights file: its name must end with .safetensors or one "
             f"of {', '.join(_TORCH_FILES)}"
         )
     if (source / MANIFEST).exists():
@@ -114,7 +118,7 @@ def locate(source: Path, best: bool) -> Path:
         if store.steps():
             path = store.best() if best else store.newest()
             if path is None:
-                raise CheckpointError(f"init_from={source}: no checkpoint is marked as the best")
+                raise CheckpointError(f"{_named(source)}: no checkpoint is marked as the best")
             return path  # verified by the store
     if _hub_stem(source) is not None or _has_torch_weights(source):
         return source
@@ -129,7 +133,7 @@ def locate(source: Path, best: bool) -> Path:
         return files[0]
     names = ", ".join(file.name for file in files) or "none"
     raise CheckpointError(
-        f"init_from={source} is not a checkpoint, a run or a folder of the Hub: pass one weights "
+        f"{_named(source)} is not a checkpoint, a run or a folder of the Hub: pass one weights "
         f"file (it contains: {names})"
     )
 

@@ -17,17 +17,17 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.cli.command_table import COMMANDS, check_keys
+from hybridtrain.cli.command_table import COMMANDS, FLAGS, check_keys
 from hybridtrain.cli.commands.help import help_of, overview
 from hybridtrain.cli.config.compose import CONFIG_MODULE, compose_config, compose_settings
-from hybridtrain.cli.config.keys import NAMING
+from hybridtrain.cli.config.keys import KEYS, NAMING, OTHER_NAMES
 from hybridtrain.cli.config.option_files import recipe_names, register, register_file
 from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.project import with_project
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
 from hybridtrain.cli.config.show import config_text
 from hybridtrain.cli.run.errors import lasting_streams, report, versions
-from hybridtrain.errors import ConfigError, did_you_mean, naming
+from hybridtrain.errors import ConfigError, closest, did_you_mean, naming
 from hybridtrain.launch import detect, end_with_parent
 
 
@@ -59,7 +59,9 @@ def _dispatch(arguments: list[str]) -> int:
     arguments = [word for word in arguments if word not in own_flags]
     from hydra._internal.utils import get_args_parser
 
-    parsed = get_args_parser().parse_intermixed_args(arguments)
+    parser = get_args_parser()
+    _refuse_dashes(arguments, parser)
+    parsed = parser.parse_intermixed_args(arguments)
     shows_hydras = parsed.cfg in ("hydra", "all") or parsed.info or parsed.hydra_help
     command, overrides = _command(parsed.overrides)
     if parsed.help:
@@ -116,6 +118,23 @@ def _loaded(command: str) -> Callable[..., Any]:
         gc.freeze()
         gc.enable()
     return function
+
+
+def _refuse_dashes(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Rejects a key that is written as a flag, such as --lr=1e-3."""
+    flags = list(parser._option_string_actions)
+    for number, word in enumerate(words):
+        flag, sign, value = word.partition("=")
+        if not word.startswith("--") or any(known.startswith(flag) for known in flags):
+            continue  # argparse takes the beginning of a flag for the flag
+        name = flag[2:].replace("-", "_")
+        if close := closest(flag, FLAGS, cutoff=0.8):
+            raise ConfigError(f"there is no flag {flag}: did you mean {close}?")
+        if not sign and number + 1 < len(words) and "=" not in words[number + 1]:
+            value = words[number + 1]
+        raise ConfigError(
+            f"{word}: keys have no dashes: {OTHER_NAMES.get(name, KEYS.get(name, name))}={value}"
+        )
 
 
 def _print_on_main(text: str) -> int:

@@ -14,6 +14,18 @@ from typing import Any
 
 from hybridtrain.errors import ConfigError, closest
 
+PARTS = (
+    "model",
+    "loss",
+    "metrics",
+    "callbacks",
+    "optimizer",
+    "training data",
+    "evaluation data",
+    "tokenizer",
+)
+"""The parts of a run. A command builds and reads only those in its `parts`."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -27,6 +39,8 @@ class Command:
         examples: command lines.
         keys: the keys and groups that this command reads and some others do not. Its help lists the
             keys of the first one if it is a group.
+        parts: the parts of a run that the command builds or reads. A data set is read as a whole
+            if it has no other way to read one of its splits.
         of_run: the keys of a run that the command can override; None: all.
         flags: the names in `FLAGS` that it accepts.
         takes: the function's arguments. `settings`: the `Settings` of a run; the function returns
@@ -44,6 +58,7 @@ class Command:
     keys: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     takes: str = "settings"
+    parts: tuple[str, ...] = PARTS
     of_run: tuple[str, ...] | None = None
 
     def load(self) -> Callable[..., Any]:
@@ -66,11 +81,12 @@ _OF_RUNS = ("--multirun", "--quiet", *_COMMON)
 _OVERRIDES = "[key=value ...]"
 _ON_A_RUN = "run_name=NAME [key=value ...]"
 _AUTO = ("hardware",)  # the machine for which `auto` chooses values
-_TRAINER = ("loss", "metrics", "deterministic", "tf32", "precision", "compile")
-_OF_AN_EVALUATION = (
+_NUMERICS = ("deterministic", "tf32", "precision", "compile")
+_OF_A_FORWARD = (
     *("model", "data", "pipeline", "world", "seed"),
-    *(f"trainer.{name}" for name in _TRAINER),
+    *(f"trainer.{name}" for name in _NUMERICS),
 )
+_SPLITS = ("training data", "evaluation data")
 _CHECKPOINT = (
     "By default, reads the run's best checkpoint if checkpoint.best= was set, else the newest; "
     "resume=last selects the newest, resume=PATH any other. Takes all other settings from the run "
@@ -106,6 +122,7 @@ COMMANDS = {
         ),
         _AUTO,
         ("--multirun", *_COMMON),
+        parts=("model", "loss", "optimizer", *_SPLITS, "tokenizer"),
     ),
     "verify": Command(
         "hybridtrain.cli.commands.verify:verify",
@@ -116,6 +133,7 @@ COMMANDS = {
         ("hybridtrain verify recipe=digits pipeline.nb_part=4",),
         _AUTO,
         ("--multirun", *_COMMON),
+        parts=("model", "loss", *_SPLITS, "tokenizer"),
     ),
     "evaluate": Command(
         "hybridtrain.cli.commands.evaluate:evaluate",
@@ -125,7 +143,8 @@ COMMANDS = {
         ("hybridtrain evaluate run_name=digits",),
         ("resume", "ema"),
         _OF_RUNS,
-        of_run=_OF_AN_EVALUATION,
+        parts=("model", "loss", "metrics", "evaluation data", "tokenizer"),
+        of_run=(*_OF_A_FORWARD, "trainer.loss", "trainer.metrics"),
     ),
     "predict": Command(
         "hybridtrain.cli.commands.predict:predict",
@@ -142,7 +161,8 @@ COMMANDS = {
         ),
         ("resume", "ema", "output"),
         _OF_RUNS,
-        of_run=_OF_AN_EVALUATION,
+        parts=("model", "evaluation data", "tokenizer"),
+        of_run=_OF_A_FORWARD,
     ),
     "export": Command(
         "hybridtrain.cli.commands.export:export",
@@ -155,6 +175,7 @@ COMMANDS = {
         ),
         ("resume", "ema", "format", "push_to"),
         _OF_RUNS,
+        parts=("model", "tokenizer"),
         of_run=("model", "data"),
     ),
     "find-lr": Command(
@@ -166,6 +187,7 @@ COMMANDS = {
         ("hybridtrain find-lr recipe=digits",),
         _AUTO,
         _OF_RUNS,
+        parts=("model", "loss", "optimizer", *_SPLITS, "tokenizer"),
     ),
     "search": Command(
         "hybridtrain.cli.commands.search:search",

@@ -3,7 +3,9 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from inspect import signature
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -93,6 +95,8 @@ class DataSplits:
         if train == 0 and self.predict is not None:
             count = f"{length_of(self.predict):,} samples to predict"
             return "data: " + "; ".join([count, *self.notes])
+        if train == 0 and evaluation is not None:
+            return "data: " + "; ".join([f"{evaluation:,} samples to evaluate", *self.notes])
         what = "windows" if "seq_len" in self.metadata else "samples"
         parts = [f"{train:,} {what}" if train is not None else f"an unknown number of {what}"]
         if evaluation is not None:
@@ -140,22 +144,71 @@ DataFunction = TypeVar("DataFunction", bound=Callable[..., DataSplits])
 
 
 def for_trained_models(
-    load: Callable[..., DataSplits],
+    load: Callable[..., DataSplits] | None = None, **evaluated: str
 ) -> Callable[[DataFunction], DataFunction]:
-    """Decorates a data function with a variant for trained models, which reads no training data.
+    """Decorates a data function with variants for trained models, which read no training data.
 
-    `predict data.predict_path=` and `export` call the variant.
+    `predict data.predict_path=` and `export` call `function.for_trained_models(metadata,
+    **arguments)`, where `metadata` belongs to the data that the model was trained on. `evaluate`
+    and `predict` call `function.evaluated_alone` with the same arguments; it returns None if the
+    samples to evaluate on have no place of their own.
 
     Args:
-        load: takes the metadata of the data that the model was trained on, and the arguments of the
-            data function by name; returns splits with an empty `train`.
+        load: returns splits with an empty `train`; None: no such variant.
+        evaluated: the argument with the place of the training samples, and the argument with the
+            place of the samples to evaluate on, as in `path="eval_path"`.
     """
 
     def decorate(function: DataFunction) -> DataFunction:
-        function.for_trained_models = load  # type: ignore[attr-defined]
+        if load is not None:
+            function.for_trained_models = load  # type: ignore[attr-defined]
+        for train, evaluation in evaluated.items():
+            alone = partial(_evaluated_alone, function, train, evaluation)
+            function.evaluated_alone = alone  # type: ignore[attr-defined]
         return function
 
     return decorate
+
+
+_OF_CLASSES = ("num_classes", "num_labels", "classes")
+
+
+def _evaluated_alone(
+    function: Callable[..., DataSplits],
+    train: str,
+    evaluation: str,
+    metadata: Mapping[str, Any],
+    /,
+    **arguments: Any,
+) -> DataSplits | None:
+    """Returns the samples to evaluate on, with the classes of `metadata`.
+
+    The data function gets their place as that of the training samples too.
+    """
+    place = {**_defaults(function), **arguments}.get(evaluation)
+    if place is None:
+        return None
+    settings = {**arguments, train: place, evaluation: place}
+    if "classes" in signature(function).parameters and not settings.get("classes"):
+        numbers = range(metadata.get("num_classes") or 0)
+        settings["classes"] = metadata.get("classes") or [*map(str, numbers)] or None
+    splits = function(**settings)
+    of_data = {name: value for name, value in splits.metadata.items() if name not in _OF_CLASSES}
+    if arguments.get("classes"):
+        of_data["classes"] = arguments["classes"]
+    return replace(
+        splits,
+        train=(),
+        predict=None,
+        metadata={**metadata, **of_data},
+        held_out=False,
+        digest=None,
+        without_samples=(),
+    )
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: each.default for name, each in signature(function).parameters.items()}
 
 
 def length_of(dataset: Any) -> int | None:

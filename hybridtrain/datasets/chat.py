@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +44,7 @@ from hybridtrain.datasets.tokenizing import (
     load_tokenizer,
     padding_token,
     special_tokens,
+    unknown_tokens,
     vocabulary_digest,
 )
 from hybridtrain.errors import DataError, argument, check_choice, setting
@@ -70,7 +72,7 @@ def _for_trained_models(
     )
 
 
-@for_trained_models(_for_trained_models)
+@for_trained_models(_for_trained_models, path="eval_path")
 def chat(
     path: str,
     tokenizer: str,
@@ -148,6 +150,8 @@ def chat(
         notes += cut_notes
         if split == "train":
             notes += _format_notes(chat_format, features, tools_column, coded)
+    learned_from = chain.from_iterable(chat.ids for chat in chats["train"])
+    notes += unknown_tokens(tok, tokenizer, learned_from)
     pad_id = padding_token(tok)
     metadata: dict[str, Any] = {"task": "causal_lm", "vocab_size": len(tok), "max_len": max_len}
     metadata |= {"special_tokens": special_tokens(tok)}

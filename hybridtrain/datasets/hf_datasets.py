@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -40,10 +41,12 @@ from hybridtrain.datasets.tables import (
 )
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import (
+    decoder_start_of,
     end_of_text,
     load_tokenizer,
     padding_token,
     special_tokens,
+    unknown_tokens,
     vocabulary_digest,
 )
 from hybridtrain.datasets.windows import window_splits
@@ -88,6 +91,7 @@ def _for_trained_models(
     max_len: int = 128,
     pad: str = "longest",
     decoder_start: str | None = None,
+    model_source: str | None = None,
     predict_path: str | None = None,
     **of_training: Any,
 ) -> DataSplits:
@@ -97,7 +101,9 @@ def _for_trained_models(
     if classes is not None:
         tokenizer_facts["classes"] = classes
     encode = _Encoder(tok, text, text_pair, max_len)
-    start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
+    start = -1
+    if task == "seq2seq":  # as in training, also by an earlier release
+        start = metadata["special_tokens"]["decoder_start_token_id"]
     to_predict = None
     if predict_path is not None:
         to_predict = _texts_to_predict(predict_path, name, separator, encode, task, start)
@@ -144,7 +150,7 @@ def _encoded(encode: _Encoder, task: str, *encoded: Any) -> Encoded:
     return Encoded(*encoded)
 
 
-@for_trained_models(_for_trained_models)
+@for_trained_models(_for_trained_models, path="eval_path")
 def hf_datasets(
     path: str,
     tokenizer: str,
@@ -167,6 +173,7 @@ def hf_datasets(
     pack: bool = True,
     mask_share: float = 0.15,
     decoder_start: str | None = None,
+    model_source: str | None = None,
     predict_path: str | None = None,
 ) -> DataSplits:
     """Returns texts for a model of transformers, from files, a folder or the Hugging Face Hub.
@@ -231,7 +238,9 @@ def hf_datasets(
         pad: `longest`, or `max_len` for batches of one shape.
         pack: whether to join texts for causal_lm; False: each text is a sample.
         mask_share: the share of the tokens that masked_lm predicts, 0 to 1.
-        decoder_start: the first token of a decoder; None: the tokenizer's padding token, as in T5.
+        decoder_start: the first token of a decoder; None: the model's, or the tokenizer's padding
+            token if the model's files have none.
+        model_source: the folder or the name of the model on the Hub; None: that of the tokenizer.
         predict_path: a path like `path` of texts without targets for the command `predict`; `-` for
             standard input, one text or JSON object per line.
 
@@ -280,12 +289,14 @@ def hf_datasets(
     if pad_id is not None:
         metadata |= {"pad_index": pad_id}
     encode = _Encoder(tok, text, text_pair, max_len)
-    start = _start(tok, tokenizer, decoder_start) if task == "seq2seq" else -1
+    start = _start(tok, tokenizer, decoder_start, model_source) if task == "seq2seq" else -1
     if task == "seq2seq":
         metadata["special_tokens"] |= {"decoder_start_token_id": start}
     to_predict = None
     if predict_path is not None:
         to_predict = _texts_to_predict(predict_path, name, separator, encode, task, start)
+    ids, _ = _measured(samples["train"], tok, texts, special=False)
+    unknown = unknown_tokens(tok, tokenizer, chain.from_iterable(ids))
     others: dict[str, Any] = {
         "predict": to_predict,
         "predict_collate": _padded(tok, max_len, pad).of_inputs,
@@ -295,13 +306,13 @@ def hf_datasets(
         "digest": source.digest,
     }
     if task == "causal_lm" and pack:
-        others |= {"notes": [f"{len(samples['train']):,} texts", *source.notes]}
+        others |= {"notes": [f"{len(samples['train']):,} texts", *unknown, *source.notes]}
         return replace(_packed(samples, tok, text, max_len, metadata), **others)
     if task == "seq2seq":
         check_columns(samples, "target", targets[:1], "text")
     special = task != "causal_lm"
     lengths, complete = _lengths(samples["train"], tok, texts, special)
-    others |= {"notes": [_in_words(lengths, complete, max_len), *source.notes]}
+    others |= {"notes": [_in_words(lengths, complete, max_len), *unknown, *source.notes]}
     # all columns that the model will read: it may have fewer positions than max_len
     others_read = [(samples["eval"], texts), *([(to_predict.samples, texts)] if to_predict else [])]
     if task == "seq2seq":
@@ -361,6 +372,14 @@ def _lengths(
 ) -> tuple[list[int], bool]:
     """Returns the token counts of texts, with or without special tokens; True if all are
     measured."""
+    ids, complete = _measured(samples, tokenizer, columns, special)
+    return [*map(len, ids)], complete
+
+
+def _measured(
+    samples: Any, tokenizer: Any, columns: Sequence[str], special: bool
+) -> tuple[list[list[int]], bool]:
+    """Returns the tokens of texts, evenly spaced if there are many; True if of all texts."""
     if not len(samples):
         return [], True
     step = -(-len(samples) // _MEASURED_TEXTS)
@@ -368,8 +387,7 @@ def _lengths(
     words = isinstance(chosen[0][columns[0]], list)
     texts = [[s[c] if words else _text(s, c) for s in chosen] for c in columns]
     settings = {"add_special_tokens": special, "is_split_into_words": words, "verbose": False}
-    ids = tokenizer(*texts, **settings)["input_ids"]
-    return [*map(len, ids)], step == 1
+    return tokenizer(*texts, **settings)["input_ids"], step == 1
 
 
 def _in_words(lengths: Sequence[int], complete: bool, max_len: int) -> str:
@@ -680,9 +698,11 @@ def _masks(tokenizer: Any, name: str, share: float) -> Any:
     return DataCollatorForLanguageModeling(tokenizer, mlm_probability=share)
 
 
-def _start(tokenizer: Any, name: str, token: str | None) -> int:
+def _start(tokenizer: Any, name: str, token: str | None, model: str | None) -> int:
     """Returns the id of the decoder's first token."""
     if token is None:
+        if (start := decoder_start_of(model or name)) is not None:
+            return start
         if tokenizer.pad_token_id is not None:
             return int(tokenizer.pad_token_id)
         raise DataError(

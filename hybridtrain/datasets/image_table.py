@@ -20,7 +20,7 @@ from hybridtrain.datasets.sample_files import SampleFiles, check_columns
 from hybridtrain.errors import DataError, argument, setting
 
 
-@for_trained_models(only_to_predict)
+@for_trained_models(only_to_predict, path="eval_path")
 def image_table(
     path: str,
     root: str | None = None,

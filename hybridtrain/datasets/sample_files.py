@@ -77,13 +77,18 @@ class SampleFiles:
         table, left_out = complete(read("path", self.path))
         tables = [table]
         notes = list(table.notes)
-        train = _split_of(table.splits, self.train_split, "train_split", self.path)
         missing = 0
+        train_split = self.train_split
+        if self.path == self.eval_path and train_split not in table.splits:
+            train_split = self.eval_split or next(iter(table.splits))  # nothing is trained
+        train = _split_of(table.splits, train_split, "train_split", self.path)
         evaluation = None
         if self.eval_path is not None:
-            eval_table, left_out_of_eval = complete(read("eval_path", self.eval_path))
-            tables.append(eval_table)
-            notes += eval_table.notes
+            eval_table, left_out_of_eval = table, left_out
+            if self.path != self.eval_path:
+                eval_table, left_out_of_eval = complete(read("eval_path", self.eval_path))
+                tables.append(eval_table)
+                notes += eval_table.notes
             eval_split = self.eval_split or next(iter(eval_table.splits))
             evaluation = _split_of(eval_table.splits, eval_split, "eval_split", self.eval_path)
             missing = left_out_of_eval[eval_split]
@@ -95,7 +100,9 @@ class SampleFiles:
                 missing = left_out[eval_split]
                 unused = table.splits.keys() - {self.train_split, eval_split}
                 notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
-        if missing := missing + left_out[self.train_split]:
+        if self.path != self.eval_path:
+            missing += left_out[train_split]
+        if missing:
             notes.append(f"{counted(missing, 'sample')} without a value left out")
         if evaluation is None:
             strata = None

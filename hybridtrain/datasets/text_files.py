@@ -13,13 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import DataSplits, digest_of_files
+from hybridtrain.data import DataSplits, digest_of_files, for_trained_models
 from hybridtrain.datasets.held_out import check_share
-from hybridtrain.datasets.tokenizing import end_of_text, load_tokenizer, vocabulary_digest
+from hybridtrain.datasets.tokenizing import (
+    end_of_text,
+    load_tokenizer,
+    unknown_tokens,
+    vocabulary_digest,
+)
 from hybridtrain.datasets.windows import window_splits
 from hybridtrain.errors import DataError, argument, setting
 
 
+@for_trained_models(path="eval_path")
 def text_files(
     path: str | Path,
     eval_path: str | Path | None = None,
@@ -86,8 +92,9 @@ def text_files(
         splits,
         held_out=eval_path is None,
         notes=[
+            *([] if tokenize is None else unknown_tokens(tokenize, str(tokenizer), texts[0])),
             f"{counted(sum(map(len, texts)), 'token')} from {counted(len(every), 'file')}, {path}"
-            + (f" and {eval_path}" if eval_path is not None else "")
+            + (f" and {eval_path}" if eval_path is not None else ""),
         ],
         vocabulary=None if tokenize is None else vocabulary_digest(tokenize),
         digest=digest_of_files(every),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import DataSplits, digest_of_files
+from hybridtrain.data import DataSplits, digest_of_files, for_trained_models
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.windows import TokenWindows
 from hybridtrain.errors import DataError, argument, check_choice, setting
@@ -20,6 +20,7 @@ _DTYPES = ("uint8", "uint16", "int16", "uint32", "int32", "int64")
 _IDS_AT_A_TIME = 1 << 24
 
 
+@for_trained_models(train="eval")
 def token_files(
     root: str | Path = "data",
     train: str = "train.bin",

@@ -123,10 +123,7 @@ def transformers_model(
         model_config = _from_settings(transformers, dict(config or {}), labels, of_data)
     model_vocab_size = getattr(model_config, "vocab_size", None)
     if vocab_size is not None and model_vocab_size is not None and model_vocab_size < vocab_size:
-        raise ConfigError(
-            f"the data has {vocab_size} tokens, but the model only {model_vocab_size}: use the "
-            f"model's tokenizer"
-        )
+        raise ConfigError(_too_few_rows(source, auto or TASKS[task], vocab_size, model_vocab_size))
     _take_special_tokens(model_config, special_tokens or {}, pad_index, set(config or {}))
     if (
         task in ("classification", "multilabel", "regression")
@@ -137,6 +134,8 @@ def transformers_model(
             "tokenizer has a padding token: add one to the tokenizer, or set "
             f"{argument('pad_index')}"
         )
+    generation = _generation_config(transformers, source, model_config, special_tokens or {})
+    with_cache = getattr(model_config, "use_cache", None)
     model_config.use_cache = False  # the key-value cache is for generation
     name = auto or TASKS[task]
     kind = getattr(transformers, name, None)
@@ -152,6 +151,9 @@ def transformers_model(
             f"{name} of {model_config.model_type}: {_first_line(error)} {setting('task', task)} "
             f"may be the wrong task; choose among {', '.join(TASKS)}"
         ) from error
+    model.to_be_saved = {"use_cache": with_cache}  # type: ignore[assignment]
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config = generation
     _check_kind_of_data(model, vocab_size, image_size)
     if image_size is not None:
         _check_images(kind, model_config, options, image_size, channels or 3)
@@ -164,6 +166,60 @@ def transformers_model(
                 f"set data.max_len={positions} or less"
             )
     return model
+
+
+def as_published(net: Any) -> Any:
+    """Returns a model of `transformers_model` with its source's settings that training changes.
+
+    Args:
+        net: the model; it is modified.
+    """
+    for name, value in getattr(net, "to_be_saved", {}).items():
+        if value is None:
+            delattr(net.config, name)
+        else:
+            setattr(net.config, name, value)
+    return net
+
+
+def _too_few_rows(source: str | None, auto: str, tokens: int, rows: int) -> str:
+    """Returns the message for a tokenizer with more tokens than the model's embedding has rows."""
+    problem = f"the data has {tokens} tokens, but the model only {rows}: "
+    if source is None:
+        return f"{problem}set {argument('config')}{{vocab_size: {tokens}, ...}}"
+    return (
+        f"{problem}use the model's tokenizer, or add the rows once in Python, net = transformers."
+        f"{auto}.from_pretrained({source!r}); net.resize_token_embeddings({tokens}); "
+        f"net.save_pretrained('resized'), and set {setting('source', 'resized')} and "
+        f"data.tokenizer= to this tokenizer"
+    )
+
+
+def _generation_config(
+    transformers: Any, source: str | None, config: Any, tokens: Mapping[str, int]
+) -> Any:
+    """Returns the generation settings of `source`, or else those that `config` implies.
+
+    The tokenizer's end-of-text token is added: training has taught it. Missing ids are the data's.
+    """
+    generation = None
+    if source is not None:
+        try:
+            generation = transformers.GenerationConfig.from_pretrained(source)
+        except (OSError, ValueError):  # the source has no such file
+            generation = None
+    if generation is None:
+        generation = transformers.GenerationConfig.from_model_config(config)
+    ends = generation.eos_token_id
+    known = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if (end := tokens.get("eos_token_id")) is not None and end not in known:
+        generation.eos_token_id = [end, *known] if known else end
+    for name in ("bos_token_id", "pad_token_id"):
+        if getattr(generation, name) is None and name in tokens:
+            setattr(generation, name, tokens[name])
+    if "decoder_start_token_id" in tokens:
+        generation.decoder_start_token_id = tokens["decoder_start_token_id"]
+    return generation
 
 
 def _check_kind_of_data(model: nn.Module, vocab_size: int | None, image_size: int | None) -> None:

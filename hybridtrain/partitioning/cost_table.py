@@ -195,9 +195,13 @@ class _LossLayer(nn.Module):
     def __init__(self, function: Callable[[Any, Any], torch.Tensor], targets: Any) -> None:
         super().__init__()
         self._function, self._targets = function, targets
+        self._arguments, self._settings = (), {}
+        if isinstance(function, partial):  # its tensors, such as class weights, are copied as ours
+            self._function, self._arguments = function.func, function.args
+            self._settings = function.keywords
 
     def forward(self, output: Any) -> torch.Tensor:
-        return self._function(output, self._targets)
+        return self._function(*self._arguments, output, self._targets, **self._settings)
 
 
 def given_costs(

@@ -115,7 +115,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
             (["optim=sgd", "optim.nesterov=maybe"], "optim.nesterov=maybe must be true or false"),
             (["optim.lr=-1"], "optim.lr=-1: Invalid learning rate: -1"),
             (["+optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
-            (["data.batch_size=x"], "data.batch_size=x must be a positive number of samples"),
+            (["data.batch_size=x"], "data.batch_size=x must be a whole number of samples"),
             (["data.workers=-1"], "data.workers=-1 must be a number of processes"),
             (["data.timeout_s=0"], "data.timeout_s=0 must be a positive number of seconds"),
             (["data.drop_last=maybe"], "data.drop_last=maybe must be true or false"),

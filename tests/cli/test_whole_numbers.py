@@ -14,6 +14,7 @@ KEYS = (
     *("optim.lr=1", "optim.weight_decay=0", "optim.betas=[0,0]", "optim.eps=1"),
     *("lr_schedule=linear", "lr_schedule.start_factor=1", "lr_schedule.end_factor=0"),
     "callbacks={plateau:{min_delta:1},early_stopping:{min_delta:1},clip_value:{value:1}}",
+    "trainer.eval_every=1",
 )
 
 

@@ -57,7 +57,7 @@ def write_t5(folder: Path, tokenizer: Path) -> None:
     words = AutoTokenizer.from_pretrained(tokenizer)
     config = T5Config(
         vocab_size=len(words), d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4,
-        pad_token_id=0, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=words.eos_token_id, decoder_start_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
     T5ForConditionalGeneration(config).save_pretrained(folder)

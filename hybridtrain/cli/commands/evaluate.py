@@ -23,6 +23,7 @@ def evaluate(settings: Settings) -> Result:
     context, loader, checkpoint, step = load_trained_run(settings, RunContext.eval_loader)
     directory = context.directory
     options = context.options
+    assert options.loss_fn is not None  # see `PARTS`
     values = evaluate_model(context.model, loader, options.loss_fn, options.metrics)
     _log.info(
         "%s, step %d: %s  (%d samples)",

@@ -63,9 +63,11 @@ from hybridtrain.cli.run.run_data import (
     load_data,
     load_for_trained,
 )
+from hybridtrain.cli.run.run_record import recorded_inputs
 from hybridtrain.data import DataSplits, example_batch
 from hybridtrain.errors import CheckpointError, ConfigError, check_choice
 from hybridtrain.launch import detect
+from hybridtrain.models.transformers_models import as_published
 from hybridtrain.world import World
 
 FORMATS = {
@@ -144,7 +146,7 @@ class _Trained:
     @cached_property
     def data(self) -> DataSplits:
         """The metadata and tokenizer that the model takes from the data."""
-        return load_for_trained(self._settings, World(), self.checkpoint, samples=False)
+        return load_for_trained(self._settings, World(), self.checkpoint)
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def _write_transformers(folder: Path, trained: _Trained) -> None:
             f"format=transformers needs a transformers model, but this is a "
             f"{type(net).__name__}: set format=safetensors or format=torch"
         )
-    net.config.use_cache = True
+    net = as_published(net)
     with atomic_folder(folder) as new:
         # copies, because a tensor with several names can be written only once
         net.save_pretrained(new, state_dict={name: value.clone() for name, value in state.items()})
@@ -317,11 +319,13 @@ def _write_onnx(path: Path, trained: _Trained) -> None:
 
 def _net_and_inputs(trained: _Trained) -> tuple[nn.Module, Any]:
     """Returns the model with its weights, in evaluation mode, and inputs of two samples."""
-    config = trained.plain.config
-    data = load_data(config, World())
+    config, data = trained.plain.config, trained.data
+    inputs = recorded_inputs(trained.checkpoint, 2)
+    if inputs is None:  # by an earlier release, or of another type
+        data = load_data(config, World())
+        inputs, _ = example_batch(data.train, 2, data.collate)
     net = build_model(config, data)
     net.load_state_dict(trained.state)
-    inputs, _ = example_batch(data.train, 2, data.collate)
     return net.eval(), inputs
 
 

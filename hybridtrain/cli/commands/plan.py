@@ -117,7 +117,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     if detect(os.environ).size > 1:
         raise ConfigError("plan hardware=... runs in one process: start it without torchrun")
     assert config.hardware is not None
-    options = build_options(config)
+    options = build_options(config, uses=settings.uses)
     hardware = hardware_of(config.hardware)
     hardware = in_order_of(config.world.devices, hardware, hardware.devices)
     hardware = with_limit(hardware, config)

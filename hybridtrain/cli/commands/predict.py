@@ -26,10 +26,11 @@ from hybridtrain.cli.commands.trained_run import load_trained_run
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.errors import finite, print_result
+from hybridtrain.cli.run.run_record import had_class_targets
 from hybridtrain.data import EvalLoader, is_stream
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import predict as predict_model
-from hybridtrain.loss import main_output, resolve
+from hybridtrain.loss import main_output
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +41,7 @@ def predict(settings: Settings) -> Result:
     if output is not None:
         check_output(output)
     _refuse_generation(settings)
-    context, loader, checkpoint, _ = load_trained_run(
-        settings, RunContext.predict_loader, unlabelled=True
-    )
+    context, loader, checkpoint, _ = load_trained_run(settings, RunContext.predict_loader)
     path = Path(output or context.directory.folder("predictions") / f"{checkpoint.name}.jsonl")
     outputs = predict_model(context.model, loader)
 
@@ -50,7 +49,9 @@ def predict(settings: Settings) -> Result:
         if path.suffix == ".npy":
             write_array(path, outputs)
         else:
-            write_samples(path, map(finite, _predictions(context, loader, outputs)))
+            has_classes = had_class_targets(checkpoint, context.config)
+            lines = _predictions(context, loader, outputs, has_classes)
+            write_samples(path, map(finite, lines))
         _log.info("wrote %s, predictions of %s", path, checkpoint)
         print_result({"checkpoint": str(checkpoint), "file": str(path)})
 
@@ -81,7 +82,9 @@ def check_output(path: str) -> None:
         raise ConfigError(f"output={path} needs pyarrow: pip install pyarrow")
 
 
-def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Iterator[dict[str, Any]]:
+def _predictions(
+    context: RunContext, loader: EvalLoader, outputs: Any, has_class_targets: bool
+) -> Iterator[dict[str, Any]]:
     """Yields a line for each sample: its number, its fields from the data, and its result.
 
     The result is the class and all probabilities, by name, or the labels with a probability above
@@ -97,9 +100,10 @@ def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Itera
     logits = None
     if first_tokens is not None:
         outputs = main_output(outputs) if outputs is not None else None
-    elif names:
-        loss_fn = context.options.loss_fn
-        logits = main_output(outputs) if several else _logits(outputs, len(names), loss_fn)
+    elif names and several:
+        logits = main_output(outputs)
+    elif names and has_class_targets:
+        logits = _logits(outputs, len(names))
     scores = None if logits is None else logits.double()
     if scores is not None:
         scores = scores.sigmoid() if several else scores.softmax(1)
@@ -123,14 +127,11 @@ def _predictions(context: RunContext, loader: EvalLoader, outputs: Any) -> Itera
         yield line
 
 
-def _logits(outputs: Any, classes: int, loss_fn: Any) -> Tensor | None:
+def _logits(outputs: Any, classes: int) -> Tensor | None:
     """Returns outputs of shape (samples, classes) that softmax turns into probabilities.
 
-    These may be log-probabilities. None: the model was trained with another loss, or its outputs
-    have another shape.
+    These may be log-probabilities. None: the outputs have another shape.
     """
-    if not resolve(loss_fn).has_class_targets:
-        return None
     logits = outputs
     if not isinstance(outputs, Tensor):
         fields = outputs if isinstance(outputs, dict) else getattr(outputs, "__dict__", {})

@@ -21,11 +21,12 @@ from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.config.secrets import masked
 from hybridtrain.cli.config.tree import to_tree, to_yaml
-from hybridtrain.cli.run.build import build_options, build_run
+from hybridtrain.cli.run.build import build_run
 from hybridtrain.cli.run.components import (
     build_lr_schedule,
     build_model_optimizer,
     build_trackers,
+    check_evaluations,
 )
 from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.directory import (
@@ -38,7 +39,8 @@ from hybridtrain.cli.run.lock import writing
 from hybridtrain.cli.run.moved_base import load_moved_base
 from hybridtrain.cli.run.prediction import beside_measured, predict_run, prediction_in_words
 from hybridtrain.cli.run.resume import checkpoint_to_resume
-from hybridtrain.cli.run.run_data import record_of, refuse_other_data
+from hybridtrain.cli.run.run_data import refuse_other_data
+from hybridtrain.cli.run.run_record import record_of_run
 from hybridtrain.cli.run.utilization import utilization
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import Callback, Tracker, Trainer
@@ -51,11 +53,12 @@ import_compiler()  # together with the command's other imports, see `cli.command
 
 def train(settings: Settings) -> Result:
     """Trains, or resumes training."""
-    make_options = partial(build_options, make_trackers=partial(_trackers, settings=settings))
-    context = build_run(settings, writes=True, make_options=make_options)
+    trackers = partial(_trackers, settings=settings)
+    context = build_run(settings, writes=True, make_trackers=trackers)
     config, world, model = context.config, context.world, context.model
     loader, options = context.train_loader(), context.options
     total_steps = options.trainer.total_steps(loader.batches_per_epoch)
+    check_evaluations(options.callbacks, options.trainer, total_steps)
     optimizer = build_model_optimizer(config.optim, model, config.allow_targets)
     lr_schedule = build_lr_schedule(
         config.lr_schedule, optimizer, total_steps, config.allow_targets
@@ -76,7 +79,7 @@ def train(settings: Settings) -> Result:
             *options.trackers,
             *_file_trackers(context.directory),
         ],
-        record={"dataset": record_of(context.data)},
+        record=record_of_run(context),
     )
     with writing(context.directory, world):
         return _train(context, trainer)

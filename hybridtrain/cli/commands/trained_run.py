@@ -48,21 +48,19 @@ class TrainedRun(NamedTuple):
 def load_trained_run(
     settings: Settings,
     loader_of: Callable[[RunContext], EvalLoader | None],
-    unlabelled: bool = False,
 ) -> TrainedRun:
     """Builds a run on the available devices, and loads a checkpoint into its model.
 
     Args:
         settings: the settings of a command that reads a run; `resume` names the checkpoint.
         loader_of: returns the loader of the data that the command reads.
-        unlabelled: see `prepare_run`.
 
     Raises:
         ConfigError: the data does not have these samples.
         CheckpointError: the checkpoint does not exist.
     """
     fit_to_devices(settings)
-    context = build_run(settings, trained=True, unlabelled=unlabelled)
+    context = build_run(settings, trained=True)
     config = context.config
     loader = loader_of(context)
     if loader is None:

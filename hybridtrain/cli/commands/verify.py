@@ -30,6 +30,7 @@ def verify(settings: Settings) -> Result:
     """
     context = build_run(settings, reuse_plan=False)
     config, world = context.config, context.world
+    assert context.options.loss_fn is not None  # see `PARTS`
     _log.info("%s", placement_tables(context.model.plan, world))
     torch.manual_seed(config.seed)  # the seed of the pipeline's initial weights
     reference = context.build()

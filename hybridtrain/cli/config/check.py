@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from hybridtrain.cli.config.run_name import check_run_name
 from hybridtrain.cli.config.schema import AUTO, Config
 from hybridtrain.errors import ConfigError
@@ -35,6 +39,20 @@ def check_config(config: Config) -> None:
                 f"checkpoint.every_steps=0 turns checkpoints off, but checkpoint.{name}={value} "
                 f"needs them: set checkpoint.every_steps=null, or checkpoint.{name}=null"
             )
+    for group in ("optim", "lr_schedule"):
+        _check_finite(group, getattr(config, group))
     if config.data.get("batch_size") != AUTO:
         check_batch_size(config.data.get("batch_size"))
     check_run_name(config.run_name or "")
+
+
+def _check_finite(key: str, value: Any) -> None:
+    """Rejects an infinite rate, such as 1e400, which only a step would find."""
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            _check_finite(f"{key}.{name}", part)
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            _check_finite(f"{key}.{number}", part)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}={value} must be a finite number")

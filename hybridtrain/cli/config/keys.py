@@ -44,6 +44,8 @@ NAMING = Naming(
     phrases={
         "start a new run": "set another run_name",
         "start a new run in another directory": "set another run_name",
+        "pass strict=False": "set 'init_from={{path: {source}, strict: false}}'",
+        "pass prefix=": "set 'init_from={{path: {source}, prefix: {prefix}}}'",
     },
 )
 """The names of the library's arguments on the command line."""
@@ -51,7 +53,7 @@ NAMING = Naming(
 # Names that other libraries use for keys of this one.
 OTHER_NAMES = {
     **{name: KEYS[argument] for name, argument in ARGUMENTS.items() if argument in KEYS},
-    **dict.fromkeys(["learning_rate", "base_lr"], "optim.lr"),
+    **dict.fromkeys(["learning_rate", "base_lr", "lr"], "optim.lr"),
     **dict.fromkeys(["resume_from_checkpoint", "ckpt_path"], "resume"),
 }
 

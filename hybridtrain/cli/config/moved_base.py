@@ -1,17 +1,19 @@
-"""The moved base of an adapter's run: any key that names it may give its new location.
+"""The moved base of a run: any key that names it may give its new location.
 
 A recipe such as `sft_chat` names one folder in `model.source`, `data.tokenizer` and `init_from`. If
-a command line changes one of them, the others follow. `checkpoint.base` compares the digest of the
-weights there with the digest in the checkpoint.
+a command line changes one of them, the others follow. For an adapter, `checkpoint.base` compares
+the digest of the weights there with the digest in the checkpoint; for a run that trained all
+weights, the digest of the tokenizer's vocabulary decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from hybridtrain.cli.config.schema import Config
-from hybridtrain.errors import CheckpointError
+from hybridtrain.errors import CheckpointError, DataError, naming
 
 _GROUPS = ("model", "data")
 
@@ -34,11 +36,12 @@ def follow_moved_base(
     initial = _other_source(config, of_run, keys)
     if not initial and not any(key.startswith(_GROUPS) for key in keys):
         return set()
-    from hybridtrain.checkpoint import is_moved  # imports torch
+    from hybridtrain.checkpoint import is_moved, parse_init_from, source_of_base  # imports torch
 
-    if (adapter := _newest_adapter(checkpoints)) is None:
+    if (newest := _newest(checkpoints)) is None:
         return set()
-    newest, source = adapter
+    base = source_of_base(newest)
+    source = of_run.data.get("tokenizer") if base is None else base
     named = [
         (group, name)
         for group in _GROUPS
@@ -47,12 +50,15 @@ def follow_moved_base(
     ]
     places = [initial, *(getattr(config, g).get(n) for g, n in named if f"{g}.{n}" in keys)]
     now = next((place for place in places if isinstance(place, str) and place != source), None)
-    if now is None or not is_moved(newest, now):
+    if now is None or not isinstance(source, str):
+        return set()
+    if not (_tokenizer_is_moved(newest, source, now) if base is None else is_moved(newest, now)):
         return set()
     for group, name in named:
         if f"{group}.{name}" not in keys:
             setattr(config, group, {**getattr(config, group), name: now})
-    if not initial:
+    started = parse_init_from(of_run.init_from) or {}
+    if not initial and (base is not None or started.get("source") == source):
         flags = of_run.init_from if isinstance(of_run.init_from, dict) else None
         config.init_from = now if flags is None else {**flags, "path": now}
     return {"init_from", *(f"{group}.{name}" for group, name in named)}
@@ -70,8 +76,8 @@ def _other_source(config: Config, of_run: Config, keys: Collection[str]) -> str 
     return str(arguments["source"])
 
 
-def _newest_adapter(checkpoints: Path) -> tuple[Path, str] | None:
-    """Returns the newest checkpoint and the recorded source of its base; None: it has no base."""
+def _newest(checkpoints: Path) -> Path | None:
+    """Returns the newest checkpoint; None: there is none, or it is damaged."""
     from hybridtrain.checkpoint import CheckpointStore, source_of_base  # imports torch
 
     store = CheckpointStore(checkpoints)
@@ -79,7 +85,35 @@ def _newest_adapter(checkpoints: Path) -> tuple[Path, str] | None:
         return None
     try:
         newest = store.newest_up_to(store.steps()[-1])
-        source = None if newest is None else source_of_base(newest)
+        if newest is not None:
+            source_of_base(newest)
     except CheckpointError:  # damaged; loading it reports that
         return None
-    return None if newest is None or source is None else (newest, source)
+    return newest
+
+
+def _tokenizer_is_moved(checkpoint: Path, source: str, now: str) -> bool:
+    """Returns True if a run's tokenizer is not at `source`, and the same one is at `now`.
+
+    Raises:
+        CheckpointError: the tokenizer at `now` has another vocabulary.
+    """
+    from hybridtrain.checkpoint import read_manifest, read_tree
+    from hybridtrain.datasets.tokenizing import load_tokenizer, vocabulary_digest
+
+    state = read_tree(checkpoint, "state", read_manifest(checkpoint)["files"])
+    recorded = (state.get("dataset") or {}).get("vocabulary")
+    if recorded is None:
+        return False
+    with suppress(DataError):
+        load_tokenizer(source)
+        return False
+    with naming({"tokenizer": "data.tokenizer"}):
+        vocabulary = vocabulary_digest(load_tokenizer(now))
+    if vocabulary != recorded:
+        raise CheckpointError(
+            f"{checkpoint} was trained with the tokenizer of {source}, of {recorded}, but the "
+            f"tokenizer of {now} has {vocabulary}: set data.tokenizer= to the place of the same "
+            f"tokenizer"
+        )
+    return True

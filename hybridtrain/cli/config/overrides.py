@@ -118,12 +118,21 @@ def given_keys(overrides: Sequence[str]) -> list[str]:
 
 
 def given_recipe(overrides: Sequence[str]) -> str | None:
-    """Returns the recipe that `overrides` name, as written there."""
+    """Returns the recipe that `overrides` name, as written there.
+
+    Raises:
+        ConfigError: they name several.
+    """
+    named = []
     for override in overrides:
         key, _, value = override.partition("=")
         if key.lstrip("+") == "recipe" and value not in ("", "null"):
-            return value
-    return None
+            named.append(value)
+    if len(named) > 1:
+        raise ConfigError(
+            f"recipe= is given twice, as {named[0]} and {named[1]}: remove one of them"
+        )
+    return named[0] if named else None
 
 
 def with_later(earlier: Sequence[str], later: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 
-from hybridtrain.cli.command_table import check_changes
+from hybridtrain.cli.command_table import COMMANDS, check_changes
 from hybridtrain.cli.config.changes import (
     EVALUATED,
     OF_THE_COMMAND,
@@ -76,6 +76,7 @@ class Settings:
         files: the files of the config: the recipe, or the run's config.
         quiet: the terminal shows only warnings, errors and the result.
         dry_run: the run leaves nothing behind, so only the terminal's tracker reports it.
+        command: the command, which builds its `parts` of the run.
     """
 
     config: Config
@@ -91,6 +92,11 @@ class Settings:
     files: Sequence[ConfigFile] = ()
     quiet: bool = False
     dry_run: bool = False
+    command: str = "train"
+
+    def uses(self, part: str) -> bool:
+        """Returns whether the command builds or reads a part of the run; see `PARTS`."""
+        return part in COMMANDS[self.command].parts
 
 
 def resolve_settings(
@@ -112,6 +118,7 @@ def resolve_settings(
             file says what only the command line may say (`check_places`).
     """
     settings = _resolved(command, overrides, config_dir, run_name)
+    settings.command = command
     check_places(command, settings.config, overrides, settings.files)
     return settings
 

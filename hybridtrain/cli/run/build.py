@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from hybridtrain._base.construction import default_generators, rewind
@@ -34,13 +34,16 @@ from hybridtrain.cli.run.components import (
     build_loss,
     build_metrics,
     build_model,
+    class_weights_of,
     optimizer_tensors_per_param,
 )
 from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.cli.run.lock import RunLock
+from hybridtrain.cli.run.moved_base import naming_source
 from hybridtrain.cli.run.resume import check_trained, checkpoint_to_read
 from hybridtrain.cli.run.run_data import load_data, load_for_trained
+from hybridtrain.cli.run.run_record import recorded_class_weights
 from hybridtrain.data import (
     DataSplits,
     WithoutTargets,
@@ -62,23 +65,31 @@ _log = logging.getLogger(__name__)
 MakeTrackers = Callable[[Config], Sequence[Callback]]
 
 
-def build_options(config: Config, make_trackers: MakeTrackers = lambda config: ()) -> RunOptions:
+def build_options(
+    config: Config,
+    make_trackers: MakeTrackers = lambda config: (),
+    uses: Callable[[str], bool] = lambda part: True,
+) -> RunOptions:
     """Builds the objects that need neither processes nor data.
 
     Args:
         config: the config of the run.
         make_trackers: returns the trackers of a run that trains.
+        uses: returns whether the command uses a part of the run; see `PARTS`.
 
     Raises:
         UserError: a value of the config is wrong, or a tracker's package is not installed.
     """
     parse_init_from(config.init_from)  # which the check of a job reports with the weights
-    parts = option_parts(config, lambda name, make, *needs: make(*needs), make_trackers)
+    parts = option_parts(config, lambda name, make, *needs: make(*needs), make_trackers, uses)
     return RunOptions(**parts)
 
 
 def option_parts(
-    config: Any, part: Callable[..., Any], make_trackers: MakeTrackers
+    config: Any,
+    part: Callable[..., Any],
+    make_trackers: MakeTrackers,
+    uses: Callable[[str], bool] = lambda part: True,
 ) -> dict[str, Any]:
     """Makes the objects that need neither processes nor data, by their names in `RunOptions`.
 
@@ -89,16 +100,17 @@ def option_parts(
         config: the config of the run, as `part` takes it.
         part: `part(name, make, *needs)` returns `make(*needs)`, or what stands for it in `needs`.
         make_trackers: as in `build_options`.
+        uses: as in `build_options`.
     """
     part("keys", _check_keys, config)
-    loss_fn = part("loss", build_loss, config)
+    loss_fn = part("loss", build_loss, config) if uses("loss") else None
     return {
         "loss_fn": loss_fn,
-        "metrics": part("metrics", build_metrics, config, loss_fn),
-        "callbacks": part("callbacks", _callbacks, config),
+        "metrics": part("metrics", build_metrics, config, loss_fn) if uses("metrics") else {},
+        "callbacks": part("callbacks", _callbacks, config) if uses("callbacks") else [],
         "trainer": part("trainer", trainer_options, config),
         "loader": part("loader", loader_options, config),
-        "pipeline": part("pipeline", pipeline_options, config),
+        "pipeline": part("pipeline", partial(pipeline_options, uses=uses), config),
         # last, because some trackers report a run as soon as they are constructed
         "trackers": part("trackers", make_trackers, config),
     }
@@ -115,14 +127,16 @@ def _callbacks(config: Config) -> list[Callback]:
     return build_callbacks(config, RunDirectory(config))
 
 
-def pipeline_options(config: Config) -> PipelineOptions:
+def pipeline_options(
+    config: Config, uses: Callable[[str], bool] = lambda part: True
+) -> PipelineOptions:
     """Returns the options of the model; registers the user's schedules first."""
     register_schedules(config)
-    return PipelineOptions(
-        **arguments_of(config, PipelineOptions),
-        seed=config.seed,
-        optimizer_tensors_per_param=optimizer_tensors_per_param(config.optim, config.allow_targets),
-    )
+    options = PipelineOptions(**arguments_of(config, PipelineOptions), seed=config.seed)
+    if not uses("optimizer"):
+        return options
+    tensors = optimizer_tensors_per_param(config.optim, config.allow_targets)
+    return replace(options, optimizer_tensors_per_param=tensors)
 
 
 def trainer_options(config: Config) -> TrainerOptions:
@@ -163,8 +177,7 @@ def prepare_run(
     join: Callable[[Config], World] = join_processes,
     writes: bool = False,
     trained: bool = False,
-    unlabelled: bool = False,
-    make_options: Callable[[Config], RunOptions] = build_options,
+    make_trackers: MakeTrackers = lambda config: (),
 ) -> PreparedRun:
     """Checks the config, joins the other processes and loads the data.
 
@@ -174,10 +187,8 @@ def prepare_run(
         settings: the settings of the command.
         join: returns the processes of the run.
         writes: the command will write to the run directory (`writing`).
-        trained: the command needs a checkpoint.
-        unlabelled: the command will predict `data.predict_path`; training data is loaded only if
-            necessary.
-        make_options: `build_options`, or a function that builds more, such as the trackers.
+        trained: the command needs a checkpoint; data for training is loaded only if necessary.
+        make_trackers: see `build_options`.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
@@ -185,6 +196,7 @@ def prepare_run(
     leave_out_leftovers(settings)
     register_schedules(settings.config)
     local_config = without_auto(settings)
+    make_options = partial(build_options, make_trackers=make_trackers, uses=settings.uses)
     local_options = make_options(local_config)
 
     joined = join(local_config)
@@ -193,11 +205,16 @@ def prepare_run(
     agreed_options = local_options if is_same else make_options(agreed_config)
 
     directory, store = _open_directory(settings, agreed_config, joined, writes)
+    weights: Tensor | None = None
     if trained:
         check_trained(agreed_config.resume, store, joined)
-    if unlabelled and agreed_config.data.get("predict_path") is not None:
         checkpoint = checkpoint_to_read(agreed_config.resume, store, joined)
-        data = load_for_trained(settings, joined, checkpoint, samples=True)
+        if settings.uses("loss"):
+            weights = joined.from_main(lambda: recorded_class_weights(checkpoint))
+        counts = settings.uses("loss") and weights is None
+        counts &= agreed_config.trainer.class_weights == AUTO  # by an earlier release
+        data = load_data(agreed_config, joined) if counts else None
+        data = data or load_for_trained(settings, joined, checkpoint)
     else:
         data = load_data(agreed_config, joined)
     _describe_data(data)
@@ -205,11 +222,16 @@ def prepare_run(
     config = with_auto_chosen(settings, agreed_config, data, joined, agreed_options)
     is_divided = settings.config.pipeline.nb_part == AUTO
     world = joined.divided(config.pipeline.nb_part, config.world.devices) if is_divided else joined
-    loss_fn = build_loss(config, data)
+    loss_fn, metrics = None, {}
+    if settings.uses("loss"):
+        weights = class_weights_of(config, data) if weights is None else weights
+        loss_fn = build_loss(config, weights)
+    if loss_fn is not None and settings.uses("metrics"):
+        metrics = build_metrics(config, loss_fn, data.metadata)
     options = replace(
         agreed_options,
         loss_fn=loss_fn,
-        metrics=build_metrics(config, loss_fn, data.metadata),
+        metrics=metrics,
         pipeline=replace(agreed_options.pipeline, **arguments_of(config, PipelineOptions)),
         loader=replace(agreed_options.loader, collate=data.collate),
     )
@@ -218,7 +240,7 @@ def prepare_run(
     inputs, targets = example_of_run(config, data, world)
     build = partial(build_model, config, data)
     return PreparedRun(
-        settings, config, directory, store, world, data, build, inputs, targets, options
+        settings, config, directory, store, world, data, build, inputs, targets, options, weights
     )
 
 
@@ -228,8 +250,7 @@ def build_run(
     writes: bool = False,
     reuse_plan: bool = True,
     trained: bool = False,
-    unlabelled: bool = False,
-    make_options: Callable[[Config], RunOptions] = build_options,
+    make_trackers: MakeTrackers = lambda config: (),
 ) -> RunContext:
     """Prepares a run and builds its model.
 
@@ -238,19 +259,12 @@ def build_run(
         writes: the command will write to the run directory (`writing`).
         reuse_plan: split a resumed run by its own plan if its settings are the same.
         trained: see `prepare_run`.
-        unlabelled: see `prepare_run`.
-        make_options: `build_options`, or a function that builds more, such as the trackers.
+        make_trackers: see `build_options`.
 
     Raises:
         UserError: a value of the config is wrong, or the run directory cannot be written to.
     """
-    prepared = prepare_run(
-        settings,
-        writes=writes,
-        trained=trained,
-        unlabelled=unlabelled,
-        make_options=make_options,
-    )
+    prepared = prepare_run(settings, writes=writes, trained=trained, make_trackers=make_trackers)
     world, options = prepared.world, prepared.options
     split: Any = options.pipeline.split
     if reuse_plan:
@@ -261,7 +275,8 @@ def build_run(
         replace(options.pipeline, split=split),
         example_inputs=prepared.example_inputs,
     )
-    model.resolve_loss(options.loss_fn)  # raises if the loss cannot be weighted
+    if options.loss_fn is not None:
+        model.resolve_loss(options.loss_fn)  # raises if the loss cannot be weighted
     if isinstance(options.loss_fn, nn.Module):
         options.loss_fn.to(model.output_device)
     return RunContext(**vars(prepared), model=model)
@@ -295,7 +310,8 @@ def _open_directory(
         directory.check_writable()
         world.on_main(RunLock(directory.path).check)
         if (initial := parse_init_from(config.init_from)) and not store.steps():
-            world.on_main(lambda: find_weights(initial["source"]))
+            with naming_source(config):
+                world.on_main(lambda: find_weights(initial["source"]))
     directory.log_to_files(world.rank, settings.quiet)
     if world.unused_gpus and world.is_main:
         _log.warning("%s", world.unused_gpus)
@@ -337,9 +353,12 @@ def example_of_run(config: Config, data: DataSplits, world: World) -> tuple[Any,
 
 
 def _example_batch(data: DataSplits, samples: int) -> Any:
-    """Returns a batch of training samples, or of samples to predict if there are no others."""
-    if data.predict is None or length_of(data.train) != 0:
+    """Returns a batch of training samples, or of the samples that were loaded instead."""
+    if length_of(data.train) != 0:
         return example_batch(data.train, samples, data.collate)
+    if data.predict is None:
+        assert data.eval is not None  # `load_for_trained` loads one of them
+        return example_batch(data.eval, samples, data.collate)
     inputs: Any = data.predict
     collate = WithoutTargets(data.predict_collate or data.collate or already_batched)
     if length := length_of(inputs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
@@ -23,7 +24,7 @@ from hybridtrain.cli.config.schema import AUTO, GROUP_KEYS, WRAPPER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, check_choice, naming
-from hybridtrain.loop import CALLBACKS, Callback, Tracker
+from hybridtrain.loop import CALLBACKS, Callback, Tracker, TrainerOptions
 from hybridtrain.loss import (
     LOSSES,
     METRICS,
@@ -100,7 +101,7 @@ def _wrapped(net: nn.Module, key: str, wrap: Callable[..., nn.Module], chosen: A
         return wrap(net, **settings)
 
 
-def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
+def build_loss(config: Config, class_weights: Tensor | None = None) -> LossFn:
     """Returns the loss function that `trainer.loss` names or describes.
 
     The default depends on the model's output, see `hybridtrain.models.returns`.
@@ -108,9 +109,13 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     `_target_` is a class, such as `torch.nn.CrossEntropyLoss`; a function that returns a loss
     function; or a `loss_fn(output, targets)` that takes the other keys as further arguments.
 
+    Args:
+        config: the config of the run.
+        class_weights: the result of `class_weights_of`; None: without weights.
+
     Raises:
-        ConfigError: the name is unknown, the target is not allowed or does not accept a key, the
-            loss does not support a setting, or the weights do not fit the data.
+        ConfigError: the name is unknown, the target is not allowed or does not accept a key, or
+            the loss does not support a setting.
     """
     chosen = config.trainer.loss
     if chosen is None:
@@ -118,7 +123,7 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
         chosen = loss_of_model(model, config.model)
     if not isinstance(chosen, Mapping):
         check_choice("trainer.loss", chosen, LOSSES)
-        return _with_settings(chosen, config, data)
+        return _with_settings(chosen, config, class_weights)
     for key in ("label_smoothing", "class_weights"):
         if getattr(config.trainer, key):
             raise ConfigError(
@@ -150,7 +155,7 @@ def build_loss(config: Config, data: DataSplits | None = None) -> LossFn:
     return loss_fn
 
 
-def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn:
+def _with_settings(name: str, config: Config, class_weights: Tensor | None) -> LossFn:
     """Returns a loss by name, with label smoothing and class weights."""
     loss_fn = LOSSES[name]
     arguments: dict[str, Any] = {}
@@ -160,15 +165,9 @@ def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn
                 f"trainer.label_smoothing={config.trainer.label_smoothing} must be from 0 to 1"
             )
         arguments["label_smoothing"] = config.trainer.label_smoothing
-    weights = config.trainer.class_weights
-    if weights is not None:
-        if weights != AUTO and not (
-            isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)
-        ):
-            raise ConfigError(
-                f"trainer.class_weights={weights} must be auto, or one number per class"
-            )
-        arguments["weight"] = None if data is None else _class_weights(weights, data)
+    if config.trainer.class_weights is not None:
+        _check_class_weights(config.trainer.class_weights)
+        arguments["weight"] = class_weights
     takes = inspect.signature(loss_fn).parameters
     for key, argument in (("label_smoothing",) * 2, ("weight", "class_weights")):
         if key in arguments and key not in takes:
@@ -176,8 +175,27 @@ def _with_settings(name: str, config: Config, data: DataSplits | None) -> LossFn
     return partial(loss_fn, **arguments) if arguments else loss_fn
 
 
-def _class_weights(weights: Any, data: DataSplits) -> Tensor:
-    """Returns one weight per class: the given ones, or the inverse of each class's frequency."""
+def _check_class_weights(weights: Any) -> None:
+    if weights == AUTO:
+        return
+    if not isinstance(weights, list) or not all(type(w) in (int, float) for w in weights):
+        raise ConfigError(f"trainer.class_weights={weights} must be auto, or one number per class")
+    if not all(0 <= w < math.inf for w in weights) or not any(weights):
+        raise ConfigError(
+            f"trainer.class_weights={weights}: each weight must be a finite number of at least 0, "
+            f"and one of them above 0"
+        )
+
+
+def class_weights_of(config: Config, data: DataSplits) -> Tensor | None:
+    """Returns one weight per class: the given ones, or the inverse of each class's frequency.
+
+    Raises:
+        ConfigError: the weights do not fit the data, or its classes cannot be counted.
+    """
+    weights = config.trainer.class_weights
+    if weights is None:
+        return None
     classes = data.metadata.get("num_classes")
     if weights != AUTO:
         if isinstance(classes, int) and len(weights) != classes:
@@ -223,7 +241,10 @@ def build_metrics(
     chosen = config.trainer.metrics
     if chosen is None:
         chosen = ["accuracy"] if resolve(loss_fn).has_class_targets else []
+    if isinstance(chosen, str):
+        chosen = [chosen]
     if not isinstance(chosen, Mapping):
+        _check_once("trainer.metrics", chosen)
         chosen = {name: name for name in chosen}
     _check_names("trainer.metrics", "metric", chosen)
     for name, metric in chosen.items():
@@ -467,9 +488,10 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
                 f"callbacks={chosen} must be a list of names, or a mapping such as "
                 f"callbacks={{ema: {{decay: 0.999}}}}"
             )
+        _check_once("callbacks", chosen)
         chosen = dict.fromkeys(chosen)
     _check_names("callbacks", "callback", chosen)
-    return [
+    callbacks = [
         instantiate.build(
             f"callbacks.{name}",
             _with_target(f"callbacks.{name}", settings, CALLBACKS),
@@ -479,6 +501,40 @@ def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
         )
         for name, settings in chosen.items()
     ]
+    trainer = config.trainer
+    evaluates = trainer.eval_every is not None or trainer.eval_every_epochs is not None
+    for name, callback in zip(chosen, callbacks, strict=True):
+        if callback.needs_evaluations and not evaluates:
+            raise ConfigError(
+                f"callbacks.{name} compares evaluations, but this run has only one, at its end: "
+                f"set trainer.eval_every= to a number of steps, or trainer.eval_every_epochs=1"
+            )
+    return callbacks
+
+
+def check_evaluations(callbacks: Iterable[Callback], options: TrainerOptions, steps: int) -> None:
+    """Rejects callbacks that compare evaluations in a run that ends before its second one.
+
+    Args:
+        callbacks: the callbacks of the run.
+        options: the options of the trainer.
+        steps: the length of the run.
+    """
+    every = options.eval_every
+    if every is None or every < steps or options.eval_every_epochs is not None:
+        return
+    for callback in callbacks:
+        if callback.needs_evaluations:
+            raise ConfigError(
+                f"{callback.state_name} compares evaluations, but with trainer.eval_every={every} "
+                f"a run of {steps} steps has only one, at its end: set trainer.eval_every= to less "
+                f"than {steps}"
+            )
+
+
+def _check_once(key: str, names: Sequence[Any]) -> None:
+    if repeated := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise ConfigError(f"{key} has {repeated[0]} twice: remove one of them")
 
 
 def build_trackers(

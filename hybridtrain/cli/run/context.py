@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.cli.config.resolve import Settings
@@ -28,16 +28,16 @@ class RunOptions:
         pipeline: the options of the model.
         trainer: the options of the trainer.
         loader: the options of the loaders.
-        loss_fn: the loss of `trainer.loss`.
-        metrics: the evaluation metrics, by name.
-        callbacks: the callbacks of the group `callbacks`.
+        loss_fn: the loss of `trainer.loss`; None if the command uses none, see `PARTS`.
+        metrics: the evaluation metrics, by name; empty if the command uses none.
+        callbacks: the callbacks of the group `callbacks`; empty if the command uses none.
         trackers: the trackers of the group `monitor`; none for commands that do not train.
     """
 
     pipeline: PipelineOptions
     trainer: TrainerOptions
     loader: LoaderOptions
-    loss_fn: LossFn
+    loss_fn: LossFn | None
     metrics: dict[str, Any]
     callbacks: Sequence[Callback]
     trackers: Sequence[Callback] = ()
@@ -58,6 +58,7 @@ class PreparedRun:
         example_inputs: the inputs of one replica's batch.
         example_targets: the targets of the same batch.
         options: the options of `config`.
+        class_weights: the class weights of the loss, or None.
     """
 
     settings: Settings
@@ -70,6 +71,7 @@ class PreparedRun:
     example_inputs: Any
     example_targets: Any
     options: RunOptions
+    class_weights: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def _prediction_of(context: RunContext) -> Prediction:
     model, samples = context.model, context.config.data["batch_size"]
     if there := length_of(context.data.train):
         samples = min(samples, there)  # a smaller data set is one batch
+    assert context.options.loss_fn is not None  # of a run that trains
     return predict_step_of_run(
         context.config,
         context.world,

@@ -79,7 +79,12 @@ def load_data(config: Config, world: World) -> DataSplits:
         check_tokenizer(config)
         try:
             return targets.build(
-                "data", settings, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+                "data",
+                settings,
+                DataSplits,
+                config.allow_targets,
+                defaults=_of_model(config),
+                ignore=LOADER_KEYS,
             )
         except FileNotFoundError as error:
             where = _place_of_data(config)
@@ -111,10 +116,8 @@ def load_data(config: Config, world: World) -> DataSplits:
     return data
 
 
-def load_for_trained(
-    settings: Settings, world: World, checkpoint: Path, *, samples: bool
-) -> DataSplits:
-    """Returns the data that a trained model needs, without the training data if possible.
+def load_for_trained(settings: Settings, world: World, checkpoint: Path) -> DataSplits:
+    """Returns the data that a command on a trained model uses, without others if possible.
 
     This is possible if the checkpoint contains the metadata of its data and the data function
     supports `for_trained_models`. Otherwise, it calls `load_data`.
@@ -123,7 +126,6 @@ def load_for_trained(
         settings: the settings of the command.
         world: the processes.
         checkpoint: the checkpoint that the command reads.
-        samples: the command reads the samples in `data.predict_path`.
     """
     config, of_run = settings.config, settings.of_run
     same = of_run is not None and all(
@@ -132,21 +134,36 @@ def load_for_trained(
     metadata, has_tokenizer = world.from_main(
         lambda: metadata_of(checkpoint) if same else (None, False)
     )
-    if metadata is None or (samples and config.data.get("predict_path") is None):
+    if metadata is None:
         return load_data(config, world)
+    predicts = settings.command == "predict" and config.data.get("predict_path") is not None
+    evaluates = settings.uses("evaluation data") and not predicts
     check_tokenizer(config)
     target, arguments = targets.check(
-        "data", config.data, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+        "data",
+        config.data,
+        DataSplits,
+        config.allow_targets,
+        defaults=_of_model(config),
+        ignore=LOADER_KEYS,
     )
-    load = getattr(target, "for_trained_models", None)
+    load = getattr(target, "evaluated_alone" if evaluates else "for_trained_models", None)
     if load is None:
-        if samples or has_tokenizer:
+        if evaluates or predicts or has_tokenizer:
             return load_data(config, world)
         return DataSplits(train=(), eval=None, metadata=metadata)
-    _check_standard_input(config, world)
+    if predicts:
+        _check_standard_input(config, world)
+    elif "predict_path" in arguments:
+        arguments["predict_path"] = None
     with naming({name: f"data.{name}" for name in arguments}):
-        data: DataSplits = load(metadata, **arguments)
-    return data
+        data: DataSplits | None = load(metadata, **arguments)
+    return load_data(config, world) if data is None else data
+
+
+def _of_model(config: Config) -> dict[str, Any]:
+    """Returns arguments of data functions that describe the model; see `targets.build`."""
+    return {"model_source": config.model.get("source")}
 
 
 def _check_standard_input(config: Config, world: World) -> None:

@@ -38,11 +38,13 @@ class Callback:
     Attributes:
         main_only: True to run on rank 0 only, for example to write files. Such a callback has no
             state in the checkpoint.
+        needs_evaluations: True if a single evaluation, at the end of a run, has no effect on it.
         stops: set to True on all processes in the same step to end the run after this step. The run
             then evaluates and saves as after its last step.
     """
 
     main_only = False
+    needs_evaluations = False
     stops: bool = False
 
     @property
@@ -122,6 +124,8 @@ class Comparison:
     """`min` if smaller is better, `max` if larger is better; None to let `check` infer it."""
 
     def __post_init__(self) -> None:
+        # with the key of the callback, which only its construction knows
+        self._setting = setting("value", self.value)
         if self.mode is not None:
             check_choice("mode", self.mode, ("min", "max"))
 
@@ -133,14 +137,12 @@ class Comparison:
                 be inferred.
         """
         if trainer.evaluation is None:
-            raise ConfigError(
-                f"{setting('value', self.value)} needs an evaluation, but this run has none"
-            )
+            raise ConfigError(f"{self._setting} needs an evaluation, but this run has none")
         names = ("loss", *trainer.metrics)
         metric = metric_of(self.value, names)
         if metric is None:
             raise ConfigError(
-                f"{setting('value', self.value)} is not a value of the evaluation: "
+                f"{self._setting} is not a value of the evaluation: "
                 f"{did_you_mean(self.value, names)}"
             )
         self.mode = direction("mode", self.value, trainer.metrics.get(metric), self.mode)

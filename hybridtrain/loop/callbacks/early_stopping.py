@@ -33,6 +33,8 @@ class EarlyStopping(Callback):
         ConfigError: an argument is out of its range.
     """
 
+    needs_evaluations = True
+
     @names_checked
     def __init__(
         self,

@@ -38,6 +38,8 @@ class Plateau(Callback):
         ConfigError: an argument is out of its range.
     """
 
+    needs_evaluations = True
+
     @names_checked
     def __init__(
         self,
