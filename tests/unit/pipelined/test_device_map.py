@@ -8,7 +8,7 @@ import torch
 from support.hf import Texts, llama, padded
 
 from hybridtrain import pipelined, unpipelined
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, WorldError
 
 hooks = pytest.importorskip("accelerate.hooks")
 pytest.importorskip("transformers")
@@ -86,10 +86,21 @@ def test_an_adapter_around_a_model_with_a_map():
     torch.testing.assert_close(gradients(model), expected)
 
 
-def test_offloaded_weights_are_refused():
-    model = dispatched(MAP | {"lm_head": "cpu"})
-    with pytest.raises(ConfigError, match="offloads lm_head to cpu"):
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_weights_are_refused(place):
+    model = dispatched(MAP | {"lm_head": place})
+    with pytest.raises(ConfigError, match=f"offloads lm_head to {place}"):
         pipelined(model)
+    with pytest.raises(ConfigError, match="offloads the model to disk"):
+        pipelined(dispatched({"": "disk"}))
+
+
+def test_a_model_with_a_map_is_as_before_where_an_argument_is_refused():
+    model = dispatched(MAP)
+    with pytest.raises(WorldError):
+        pipelined(model, nb_part=2, devices=["cpu:0", "cpu:1", "cpu:2"])
+    assert model.hf_device_map == MAP
+    assert hasattr(model.lm_head, "_hf_hook")
 
 
 def test_a_map_of_one_device_is_no_split():

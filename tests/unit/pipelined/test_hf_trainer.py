@@ -5,7 +5,7 @@ import torch
 from support.hf import Texts, bert, llama, padded, t5
 
 from hybridtrain import pipelined
-from hybridtrain.errors import BatchError
+from hybridtrain.errors import BatchError, ConfigError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # its Trainer needs it
@@ -126,6 +126,22 @@ def test_a_resumed_run_may_change_from_plain_to_pipelined(tmp_path):
     (first,) = sorted((tmp_path / "whole").glob("checkpoint-3"))
     _, weights = run(tmp_path / "again", llama(), piped, resume=str(first))
     torch.testing.assert_close(weights, whole[1], **CLOSE)
+
+
+def trainer_of(folder, **more):
+    args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **more)
+    args._n_gpu = 2  # as on a machine with two GPUs
+    return transformers.Trainer(piped(llama()), args, train_dataset=Texts(), data_collator=padded)
+
+
+def test_it_puts_no_data_parallel_around_a_pipeline(tmp_path):
+    trainer = trainer_of(tmp_path)
+    assert trainer._wrap_model(trainer.model) is trainer.model
+
+
+def test_its_torch_compile_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="pass compile=True to pipelined"):
+        trainer_of(tmp_path, torch_compile=True).train()
 
 
 def test_generation_is_that_of_the_plain_model():
