@@ -5,12 +5,12 @@ On CPUs its hooks are attached by hand, because accelerate takes `cpu` for offlo
 
 import pytest
 import torch
-from support.hf import Texts, llama, padded
+from support.hf import Texts, llama, on_devices, padded
 
 from hybridtrain import pipelined, unpipelined
 from hybridtrain.errors import ConfigError, WorldError
 
-hooks = pytest.importorskip("accelerate.hooks")
+pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -28,12 +28,7 @@ MAP = {
 
 
 def dispatched(device_map, model=None):
-    model = model or llama()
-    for name in device_map:
-        hook = hooks.AlignDevicesHook(execution_device="cpu")  # tensors of `cpu:1` say `cpu`
-        hooks.add_hook_to_module(model.get_submodule(name), hook)
-    model.hf_device_map = dict(device_map)
-    return model
+    return on_devices(model or llama(), device_map)
 
 
 def gradients(model, steps=3):
