@@ -174,3 +174,11 @@ def resident_bytes(module: nn.Module, optimizer: torch.optim.Optimizer | None = 
             if isinstance(value, Tensor):
                 total += byte_size(value)
     return total
+
+
+def is_quantized_parameter(tensor: Tensor) -> bool:
+    """Returns whether a parameter is of a class of its own, such as bitsandbytes' quantized ones.
+
+    Its attributes, such as the scales, are a part of its value, and only its class can copy them.
+    """
+    return type(tensor) is not nn.Parameter and nn.Parameter in type(tensor).__mro__

@@ -1,7 +1,8 @@
 """The trainers that people have, taught not to wrap a model that averages its own gradients.
 
-accelerate   Accelerate, and with it the Trainers of transformers and TRL
-lightning    Lightning's Trainer and Fabric
+accelerate    Accelerate, and with it the Trainers of transformers and TRL
+data_parallel torch.nn.DataParallel, which transformers' Trainer uses too
+lightning     Lightning's Trainer and Fabric
 
 A trainer that a script has imported is changed at the first `pipelined(model)`, for pipelined
 models alone. Another trainer is another file with a function `install`, and its name here.
@@ -22,6 +23,7 @@ _FILES = {
     "accelerate": "hybridtrain.integrations.accelerate",
     "lightning": "hybridtrain.integrations.lightning",
     "pytorch_lightning": "hybridtrain.integrations.lightning",
+    "torch": "hybridtrain.integrations.data_parallel",
 }
 
 _installed: set[str] = set()

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.construction import default_generators, rewind
-from hybridtrain._base.tensors import byte_size
+from hybridtrain._base.tensors import byte_size, is_quantized_parameter
 from hybridtrain._base.torch_private import hooks_of
 from hybridtrain.errors import ConfigError, setting
 from hybridtrain.graph import Layer
@@ -164,15 +164,16 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
         ConfigError: the module cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for part in layer.module.modules():
-        for leaf in tree_leaves(dict(vars(part))):  # includes its parameters and buffers
-            if isinstance(leaf, torch.Generator):
-                memo[id(leaf)] = leaf.clone_state()
-            elif isinstance(leaf, Tensor) and id(leaf) not in memo:
-                value = replacement(leaf).requires_grad_(leaf.requires_grad)
-                is_parameter = isinstance(leaf, nn.Parameter)
-                memo[id(leaf)] = nn.Parameter(value, value.requires_grad) if is_parameter else value
     try:
+        for part in layer.module.modules():
+            for leaf in tree_leaves(dict(vars(part))):  # includes its parameters and buffers
+                if isinstance(leaf, torch.Generator):
+                    memo[id(leaf)] = leaf.clone_state()
+                elif isinstance(leaf, Tensor) and id(leaf) not in memo:
+                    value = replacement(leaf).requires_grad_(leaf.requires_grad)
+                    if isinstance(leaf, nn.Parameter) and not isinstance(value, nn.Parameter):
+                        value = nn.Parameter(value, value.requires_grad)
+                    memo[id(leaf)] = value
         module = deepcopy(layer.module, memo)
     except Exception as error:
         raise ConfigError(
@@ -196,6 +197,8 @@ def fake_like(tensor: Tensor) -> Tensor:
 
 def copy_on_cpu(tensor: Tensor) -> Tensor:
     """Returns a copy of `tensor` on the CPU, without its graph."""
+    if is_quantized_parameter(tensor):
+        return deepcopy(tensor).to("cpu")
     return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
 
 

@@ -8,6 +8,7 @@ device_map a model that accelerate has put on several devices
 joining    the outputs of micro-batches as the output of the batch, proved for each kind of call
 steps      the two forms of a call with gradients
 attach     outputs whose backward is a function
+optimizers steps of optimizers that have replaced parameters, refused
 replicas   the copies of the model in several processes
 """
 

@@ -14,23 +14,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hybridtrain._base.tensors import is_quantized_parameter
 from hybridtrain.errors import ConfigError, argument
 
 # What a map calls memory that is not a device's own: weights come to a device for each forward.
 _OFFLOADED = ("cpu", "disk", "meta")
 
 
-class Placed(NamedTuple):
-    """The devices of a map, and the first module of each but the first."""
+class Placement(NamedTuple):
+    """Where accelerate has put a model.
 
+    Attributes:
+        owner: the module with the map.
+        devices: its devices.
+        first_modules: the first module of each device but the first.
+    """
+
+    owner: nn.Module
     devices: list[str]
     first_modules: list[str]
 
+    def release(self) -> None:
+        """Removes the map, and accelerate's hooks."""
+        if "accelerate" in sys.modules:  # or nothing has set any
+            hooks: Any = import_module("accelerate.hooks")
+            hooks.remove_hook_from_module(self.owner, recurse=True)
+        del vars(self.owner)["hf_device_map"]
 
-def take_device_map(net: nn.Module) -> Placed | None:
-    """Returns the placement of a model on several devices, and removes accelerate's hooks.
 
-    None: the model has no map, or is on one device.
+def placement_of(net: nn.Module) -> Placement | None:
+    """Returns where accelerate has put a model; None if it has no map.
 
     Raises:
         ConfigError: the map offloads modules.
@@ -42,28 +55,37 @@ def take_device_map(net: nn.Module) -> Placed | None:
         return None
     prefix, owner = found
     device_map: Mapping[str, Any] = vars(owner)["hf_device_map"]
-    offloaded = [name for name, device in device_map.items() if str(device) in _OFFLOADED]
-    if offloaded and len(offloaded) < len(device_map):
+    offloaded = {name: str(d) for name, d in device_map.items() if str(d) in _OFFLOADED}
+    if offloaded and not (set(offloaded.values()) == {"cpu"} and len(offloaded) == len(device_map)):
+        name, place = next(iter(offloaded.items()))
         raise ConfigError(
-            f"the device_map of {type(owner).__name__} offloads {offloaded[0] or 'the model'} to "
-            f"{device_map[offloaded[0]]}, and weights that come and go cannot be trained: load the "
-            "model on devices that hold all of it (more of them, a smaller dtype, or without "
-            f"device_map, and set {argument('recompute')} to save memory)"
+            f"the device_map of {type(owner).__name__} offloads {name or 'the model'} to {place}, "
+            "and weights that come and go cannot be trained: load the model on devices that hold "
+            "all of it (more of them, a smaller dtype, or without device_map, and set "
+            f"{argument('recompute')} to save memory)"
         )
     placed: dict[str, str] = {}  # the first module of each device
     for name, device in device_map.items():
         placed.setdefault(str(_device(device)), ".".join(filter(None, (prefix, name))))
-    _remove_hooks(owner)
-    del vars(owner)["hf_device_map"]
-    if len(placed) < 2:
-        return None
-    return Placed(list(placed), list(placed.values())[1:])
+    return Placement(owner, list(placed), list(placed.values())[1:])
+
+
+def refuse_to_move_quantized(net: nn.Module) -> None:
+    """Refuses a model with quantized weights on a GPU, whose scales would stay behind in a move.
+
+    Raises:
+        ConfigError: a parameter is quantized, and on a GPU.
+    """
+    for name, parameter in net.named_parameters():
+        is_on_gpu = parameter.device.type not in ("cpu", "meta")
+        if is_on_gpu and is_quantized_parameter(parameter) and not parameter.requires_grad:
+            raise ConfigError(
+                f"{name} is quantized ({type(parameter).__name__}) and on {parameter.device}, from "
+                'where it cannot be moved: load the model with device_map="balanced" (max_memory= '
+                f"sets the parts), which is then the split, and leave out {argument('split')} and "
+                f"{argument('nb_part')}"
+            )
 
 
 def _device(value: Any) -> torch.device:
     return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    if "accelerate" in sys.modules:  # or nothing has set any
-        import_module("accelerate.hooks").remove_hook_from_module(module, recurse=True)

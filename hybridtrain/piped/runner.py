@@ -25,6 +25,7 @@ from hybridtrain.model import HybridModel
 from hybridtrain.options import PipelineOptions
 from hybridtrain.piped.calls import Call, asks_for_cache, call_of, takes_cache
 from hybridtrain.piped.joining import Join, Runs, joined, proved, rules_for
+from hybridtrain.piped.optimizers import StaleOptimizers
 from hybridtrain.piped.replicas import Replicas
 from hybridtrain.piped.steps import Kind, Step, gradient_of_number
 from hybridtrain.pipeline import HeadOutput, StepKind, net_of_trip
@@ -87,6 +88,7 @@ class Runner:
         self.world = World.of_replica(launch, torch.cuda.device_count(), nb_part, devices)
         self.is_one_of_several = launch.size > 1
         self.replicas = Replicas(net, launch)
+        self._optimizers = StaleOptimizers(net)
         self._model: HybridModel | None = None
         self._kinds: dict[Hashable, Kind] = {}
         self._has_begun = self._says_one_row = False
@@ -128,7 +130,7 @@ class Runner:
         kind = self._kinds.setdefault(key, Kind(self.options.schedule))
         if wants_gradients:
             refuse_hooks(model)
-        if call.samples == 1 < self.options.chunks and not self._says_one_row:
+        if learns and call.samples == 1 < self.options.chunks and not self._says_one_row:
             self._says_one_row = True
             log.warning(_ONE_ROW, type(net).__name__)
         of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
@@ -156,6 +158,7 @@ class Runner:
                 # some trainers launch processes themselves, after pipelined(model)
                 self.world = replace(self.world, rank=self.replicas.rank)
                 self._has_begun = True
+            self._optimizers.look()
             rng = None if self._model is None else self._model.rng.step
             self._model = HybridModel(self.net, self.world, self.options)
             self._model.split_for(Microbatch(call.cut()[0]))

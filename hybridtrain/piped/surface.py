@@ -149,7 +149,7 @@ def swap(net: nn.Module, runner: Runner) -> None:
         refuse("torch.compile", _COMPILES)
 
     def replicate(self: Any) -> NoReturn:
-        refuse("DataParallel", _AVERAGES)
+        refuse("DataParallel", "the pipeline uses the GPUs of this process")
 
     def wrapped_by_ddp(self: Any) -> NoReturn:
         refuse("DistributedDataParallel", _AVERAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.launch import Launch, detect
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.piped.device_map import take_device_map
+from hybridtrain.piped.device_map import placement_of, refuse_to_move_quantized
 from hybridtrain.piped.replicas import processes_of
 from hybridtrain.piped.runner import Runner
 from hybridtrain.piped.surface import restore, runner_of, swap
@@ -50,7 +51,8 @@ def pipelined(
             and `compile`.
 
     Raises:
-        ConfigError: `model` is not a module or is pipelined already, or there is no GPU and neither
+        ConfigError: `model` is not a module or is pipelined already, its `device_map` offloads
+            weights, its quantized weights would have to move, or there is no GPU and neither
             `nb_part` nor `devices` is given.
         WorldError: the devices are inconsistent.
         TypeError: a setting is unknown.
@@ -66,17 +68,24 @@ def pipelined(
             "this model is pipelined already: call unpipelined(model) before pipelined(model) "
             "with other settings"
         )
+    _refuse_fixed_order(settings)
     settings["chunks"] = plain_numbers(chunks)
     with_settings(PipelineOptions(), settings)  # a wrong one is an error before anything changes
     launch, nb_part = detect(os.environ), plain_numbers(nb_part)
-    if (placed := take_device_map(model)) is not None:
-        devices = devices or placed.devices
-        nb_part = nb_part or len(placed.devices)
-        if nb_part == len(placed.devices):
-            settings.setdefault("split", placed.first_modules)
+    stays, placement = False, placement_of(model)
+    if placement is not None and len(placement.devices) > 1:
+        devices = devices or placement.devices
+        nb_part = nb_part or len(placement.devices)
+        if nb_part == len(placement.devices) and "split" not in settings:
+            stays, settings["split"] = True, placement.first_modules
     options = with_settings(PipelineOptions(), settings)
     count = _devices_of(launch, nb_part, devices)
-    swap(model, Runner(model, launch, count, devices, options))
+    if count > 1 and not stays:
+        refuse_to_move_quantized(model)
+    runner = Runner(model, launch, count, devices, options)
+    if placement is not None:
+        placement.release()
+    swap(model, runner)
     integrations.install(averages_gradients)
     return model
 
@@ -115,6 +124,16 @@ def averages_gradients(model: nn.Module) -> bool:
             "module that contains all trained parameters"
         )
     return True
+
+
+def _refuse_fixed_order(settings: Mapping[str, Any]) -> None:
+    for name in ("replicas", "fixed_replicas"):
+        if name in settings:
+            raise ConfigError(
+                f"{argument(name)} makes results independent of the number of processes, which "
+                "needs batches that are, too, and a trainer's own data is cut by processes: use "
+                "World.from_env(replicas=...) with HybridModel and Session, or leave it out"
+            )
 
 
 def _devices_of(launch: Launch, nb_part: int | None, devices: DeviceSpec) -> int:

@@ -97,3 +97,14 @@ def t5():
             decoder_start_token_id=0,
         )
     )
+
+
+def on_devices(model, device_map):
+    """Does what accelerate does for a `device_map`, with devices such as `cpu:1`."""
+    from accelerate import hooks
+
+    for name in device_map:
+        hook = hooks.AlignDevicesHook(execution_device="cpu")  # tensors of `cpu:1` say `cpu`
+        hooks.add_hook_to_module(model.get_submodule(name), hook)
+    model.hf_device_map = dict(device_map)
+    return model

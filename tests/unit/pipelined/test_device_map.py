@@ -5,12 +5,12 @@ On CPUs its hooks are attached by hand, because accelerate takes `cpu` for offlo
 
 import pytest
 import torch
-from support.hf import Texts, llama, padded
+from support.hf import Texts, llama, on_devices, padded
 
 from hybridtrain import pipelined, unpipelined
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, WorldError
 
-hooks = pytest.importorskip("accelerate.hooks")
+pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -28,12 +28,7 @@ MAP = {
 
 
 def dispatched(device_map, model=None):
-    model = model or llama()
-    for name in device_map:
-        hook = hooks.AlignDevicesHook(execution_device="cpu")  # tensors of `cpu:1` say `cpu`
-        hooks.add_hook_to_module(model.get_submodule(name), hook)
-    model.hf_device_map = dict(device_map)
-    return model
+    return on_devices(model or llama(), device_map)
 
 
 def gradients(model, steps=3):
@@ -86,10 +81,21 @@ def test_an_adapter_around_a_model_with_a_map():
     torch.testing.assert_close(gradients(model), expected)
 
 
-def test_offloaded_weights_are_refused():
-    model = dispatched(MAP | {"lm_head": "cpu"})
-    with pytest.raises(ConfigError, match="offloads lm_head to cpu"):
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_weights_are_refused(place):
+    model = dispatched(MAP | {"lm_head": place})
+    with pytest.raises(ConfigError, match=f"offloads lm_head to {place}"):
         pipelined(model)
+    with pytest.raises(ConfigError, match="offloads the model to disk"):
+        pipelined(dispatched({"": "disk"}))
+
+
+def test_a_model_with_a_map_is_as_before_where_an_argument_is_refused():
+    model = dispatched(MAP)
+    with pytest.raises(WorldError):
+        pipelined(model, nb_part=2, devices=["cpu:0", "cpu:1", "cpu:2"])
+    assert model.hf_device_map == MAP
+    assert hasattr(model.lm_head, "_hf_hook")
 
 
 def test_a_map_of_one_device_is_no_split():

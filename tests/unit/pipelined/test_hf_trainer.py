@@ -5,7 +5,7 @@ import torch
 from support.hf import Texts, bert, llama, padded, t5
 
 from hybridtrain import pipelined
-from hybridtrain.errors import BatchError
+from hybridtrain.errors import BatchError, ConfigError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")  # its Trainer needs it
@@ -133,6 +133,22 @@ def test_a_resumed_run_may_change_from_plain_to_pipelined(tmp_path):
     torch.testing.assert_close(weights, whole[1], **CLOSE)
 
 
+def trainer_of(folder, **more):
+    args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **more)
+    args._n_gpu = 2  # as on a machine with two GPUs
+    return transformers.Trainer(piped(llama()), args, train_dataset=Texts(), data_collator=padded)
+
+
+def test_it_puts_no_data_parallel_around_a_pipeline(tmp_path):
+    trainer = trainer_of(tmp_path)
+    assert trainer._wrap_model(trainer.model) is trainer.model
+
+
+def test_its_torch_compile_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="pass compile=True to pipelined"):
+        trainer_of(tmp_path, torch_compile=True).train()
+
+
 def test_generation_is_that_of_the_plain_model():
     plain, model = llama(), piped(llama())
     batch = padded([Texts()[i] for i in range(5)])
@@ -155,18 +171,46 @@ def test_keys_and_values_come_back_from_a_model_in_evaluation():
     torch.testing.assert_close(after[0], after[1], **CLOSE)
 
 
+def question_answering():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForQuestionAnswering(config)
+
+
 def test_answers_that_the_loss_would_ignore_are_refused():
     """A mean over starts and a mean over ends, which have different counts then."""
-    torch.manual_seed(0)
-    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    net = transformers.BertForQuestionAnswering(
-        transformers.BertConfig(vocab_size=50, num_attention_heads=4, **config)
-    )
-    model = piped(net)
+    model = piped(question_answering())
     inputs = {"input_ids": torch.randint(50, (6, 8)), "end_positions": torch.full((6,), 5)}
     model(**inputs, start_positions=torch.arange(6)).loss.backward()
     with pytest.raises(BatchError, match="outside its sequence"):
         model(**inputs, start_positions=torch.tensor([1, 2, 8, 3, 8, 4]))
+
+
+def test_gradients_of_answers_are_exact_but_for_those_that_are_zero():
+    """A softmax over positions does not change if a constant is added to all scores, so the bias of
+    the scores and that of the last norm have the gradient zero: theirs is rounding, for the plain
+    model too, and relative differences of it mean nothing."""
+    gradients = []
+    for wrap in (lambda net: net, piped):
+        torch.manual_seed(0)
+        net = wrap(question_answering().double())
+        inputs = {"input_ids": torch.randint(50, (6, 8)), "end_positions": torch.arange(6) + 2}
+        for _ in range(2):
+            net.zero_grad()
+            net(**inputs, start_positions=torch.arange(6)).loss.backward()
+        gradients.append({name: p.grad for name, p in net.named_parameters()})
+    plain, pipe = gradients
+    for name in ("qa_outputs.bias", "bert.encoder.layer.3.output.LayerNorm.bias"):
+        assert plain[name].abs().max() < 1e-15
+    torch.testing.assert_close(pipe, plain, rtol=1e-10, atol=1e-15)
 
 
 def test_a_second_loss_of_a_router_is_refused():

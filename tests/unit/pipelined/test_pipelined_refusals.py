@@ -53,6 +53,37 @@ def test_distributed_data_parallel():
         dist.destroy_process_group()
 
 
+def test_data_parallel():
+    model = pipe()
+    for wrapped in (model, nn.Sequential(model, nn.Tanh())):
+        with pytest.raises(ConfigError, match=r"DataParallel cannot be around .*nb_part"):
+            nn.DataParallel(wrapped)
+    with pytest.raises(ConfigError, match="DataParallel cannot be around"):
+        model._replicate_for_data_parallel()  # as torch.nn.parallel.data_parallel does
+    nn.DataParallel(unpipelined(model))
+
+
+def test_parameters_that_are_replaced_after_the_optimizer_was_made():
+    for steps_before in (0, 1):
+        model = pipe()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps_before):
+            model(torch.randn(8, 6)).sum().backward()
+            optimizer.step()
+        model[2] = nn.Linear(8, 8)
+        model(torch.randn(8, 6)).sum().backward()
+        with pytest.raises(ConfigError, match=r"2\.weight was replaced after this SGD was made"):
+            optimizer.step()
+        optimizer.add_param_group({"params": model[2].parameters()})
+        optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_results_that_do_not_depend_on_the_number_of_processes():
+    with pytest.raises(ConfigError, match=r"replicas= makes results .*Session"):
+        pipe(replicas=4)
+
+
 def test_fully_sharded_data_parallel():
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp._fully_shard import FSDPModule

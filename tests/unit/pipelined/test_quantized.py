@@ -1,0 +1,87 @@
+"""Layers with quantized weights, which stay as they are, under trained adapters.
+
+The classes are built as bitsandbytes builds its own: parameters whose scales are attributes.
+"""
+
+import copy
+
+import pytest
+import torch
+from support.hf import Texts, llama, padded
+from torch import nn
+from torch.nn import functional as F
+
+from hybridtrain import pipelined
+from hybridtrain.errors import ConfigError
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+class Quantized(nn.Parameter):
+    """Integers, and a scale for each row."""
+
+    def __new__(cls, data, scales=None, requires_grad=False):
+        parameter = torch.Tensor._make_subclass(cls, data, requires_grad)
+        parameter.scales = scales
+        return parameter
+
+    def __deepcopy__(self, memo):
+        return Quantized(self.data.clone(), copy.deepcopy(self.scales, memo))
+
+    def to(self, *args, **kwargs):
+        return Quantized(super().to(*args, **kwargs), self.scales.to(*args, **kwargs))
+
+
+class OnGPU(Quantized):
+    """A parameter that says that it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+class QuantizedLinear(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        scales = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        integers = (linear.weight.detach() / scales).round().to(torch.int8)
+        self.weight = Quantized(integers, scales)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.device).data * self.weight.scales)
+
+
+def quantized():
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.up_proj = QuantizedLinear(layer.mlp.up_proj)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.0)
+    return peft.get_peft_model(model, config)
+
+
+def gradients(model):
+    for _ in range(2):
+        model.zero_grad()
+        model(**padded([Texts()[i] for i in range(6)])).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_an_adapter_on_quantized_weights_gets_the_gradients_of_the_plain_model():
+    expected = gradients(quantized())
+    model = pipelined(quantized(), nb_part=2, chunks=3)
+    torch.testing.assert_close(gradients(model), expected)
+    weight = model.get_submodule("base_model.model.model.layers.3.mlp.up_proj").weight
+    assert type(weight) is Quantized
+
+
+def test_quantized_weights_on_a_gpu_are_not_moved():
+    model = quantized()
+    layer = model.get_submodule("base_model.model.model.layers.3.mlp.up_proj")
+    layer.weight = OnGPU(layer.weight.data, layer.weight.scales)
+    with pytest.raises(
+        ConfigError, match=r"layers\.3\.mlp\.up_proj\.weight is quantized .*balanced"
+    ):
+        pipelined(model, nb_part=2)
+    pipelined(model, nb_part=1)
