@@ -24,5 +24,6 @@ summation_tree   the order in which the gradients of logical replicas are summed
 tensors          storages and sizes of tensors
 text_table       text tables
 torch_private    every private API of PyTorch that the library uses
+yaml_text        YAML that may come from someone else
 user_code        the user's code as opposed to libraries: the names it looks up, its generators
 """

@@ -39,9 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     with lasting_streams():
         try:
             end_with_parent()
+            _check_working_directory()
             return _dispatch(arguments)
         except (Exception, KeyboardInterrupt) as error:
             return report(error)
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            "the working directory no longer exists: change to another one (cd), and run the "
+            "command again"
+        ) from None
 
 
 def _dispatch(arguments: list[str]) -> int:

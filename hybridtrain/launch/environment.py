@@ -14,6 +14,7 @@ from hybridtrain.errors import WorldError
 
 # Ports for rank 0's store. Linux assigns ports from 32768 on to outgoing connections, so a
 # free port in that range could be taken before rank 0 listens on it.
+_ALL_PORTS = range(1, 65536)
 _PORTS = range(10000, 30000)
 
 
@@ -102,7 +103,7 @@ def _gpus_given(environ: Mapping[str, str]) -> str:
 
 def _torchrun_master(environ: Mapping[str, str]) -> tuple[str, int]:
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
-    if not host or not port or not port.isdecimal():
+    if not host or not port or not port.isdecimal() or int(port) not in _ALL_PORTS:
         raise WorldError(
             f"RANK and WORLD_SIZE are set, but MASTER_ADDR={host} and MASTER_PORT={port} are not "
             "a valid address of rank 0: start the processes with torchrun"
@@ -123,7 +124,10 @@ def _slurm_master(environ: Mapping[str, str], job: int, step: int) -> tuple[str,
             raise WorldError("SLURM_JOB_NODELIST is not set: start the processes with srun")
         host = first_host(nodes) if nodes else "127.0.0.1"
     if environ.get("MASTER_PORT"):
-        return host, _number(environ, "MASTER_PORT")
+        port = _number(environ, "MASTER_PORT")
+        if port not in _ALL_PORTS:
+            raise WorldError(f"MASTER_PORT={port} is no port: set one from 1 to {_ALL_PORTS[-1]}")
+        return host, port
     # 4099 is prime: ports of a job's steps are far apart, and far from the next jobs' first steps
     return host, _PORTS[(job + 4099 * step) % len(_PORTS)]
 

@@ -250,6 +250,15 @@ def test_cfg_job_shows_each_key_with_its_comment(capfd: pytest.CaptureFixture[st
     assert yaml.safe_load(capfd.readouterr().out)["trainer"]["steps"] == 0
 
 
+def test_a_working_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    script = (
+        f"mkdir gone; cd gone; rmdir ../gone; {Path(sys.executable).parent}/hybridtrain results"
+    )
+    ended = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: the working directory no longer exists")
+
+
 def test_a_package_of_ones_own_is_a_search_path_of_the_console_script() -> None:
     Path("my_conf/model").mkdir(parents=True)
     Path("my_conf/__init__.py").touch()

@@ -200,7 +200,9 @@ def test_the_dashboard_has_what_the_command_sets_as_hydra_reads_it(
 
 def test_the_dashboard_has_no_secret_of_the_command_line() -> None:
     overrides = ["recipe=digits", "run_name=a", "+model.api_token=abc", "+model.width=3"]
+    overrides += ["+model.passphrase=abcd", "+model.server=https://me:abcde@there/x"]
     config = compose_config(overrides)
     shown = values_to_compare(Settings(config, overrides))
     assert "model.width: 3" in shown
+    assert "https://me:***@there/x" in shown
     assert "abc" not in shown

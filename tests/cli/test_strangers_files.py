@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,12 @@ from hybridtrain.cli import main
 
 EVIL = "\x1b]0;title\x07\x1b[2J"
 HUGE = "9" * 400
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
 DAMAGE = {
     "a deep list": "[" * 1_000,
+    "a list whose aliases expand to a billion values": BOMB,
     "a deep mapping": '{"a": ' * 1_000,
     "bytes": "\x00\xff\xfe",
     "a list": "[]",
@@ -30,7 +36,13 @@ DAMAGE = {
     "nothing": "",
     "a folder": None,
 }
-UNREADABLE = ("a deep list", "a deep mapping", "bytes", "a number that Python does not read")
+UNREADABLE = (
+    "a deep list",
+    "a list whose aliases expand to a billion values",
+    "a deep mapping",
+    "bytes",
+    "a number that Python does not read",
+)
 THOROUGH = pytest.mark.thorough
 READ = {
     "results": ["config.yaml", "overrides.yaml", "metrics.jsonl", "summary.json"],
@@ -146,7 +158,7 @@ def test_a_folder_of_logs_that_is_a_link_is_not_written_to(run: Path, tmp_path: 
         for f in names
     ],
 )
-@pytest.mark.quick_cases("results-summary.json", "results-metrics.jsonl")
+@pytest.mark.quick_cases("results-overrides.yaml", "results-metrics.jsonl")
 def test_a_damaged_run_is_one_line_that_names_the_file_and_hides_no_other(
     run: Path, command: str, file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,7 +203,8 @@ def test_a_command_on_a_damaged_run_ends_well_or_in_one_line_that_names_the_file
     run: Path, command: str, file: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     of_several = command in READ
-    for kind in ("a deep list", "bytes", "texts for numbers", "a huge number", "a folder"):
+    bomb = "a list whose aliases expand to a billion values"
+    for kind in ("a deep list", bomb, "bytes", "texts for numbers", "a huge number", "a folder"):
         shutil.rmtree("outputs", ignore_errors=True)
         damage(copy_of(run, "bad") / file, DAMAGE[kind])
         capfd.readouterr()
@@ -217,6 +230,22 @@ def test_control_characters_of_a_stranger_are_escaped(
     said = capfd.readouterr()
     assert "\x1b" not in said.out + said.err
     assert "\x07" not in said.out + said.err
+
+
+def test_a_run_whose_name_is_no_text_hides_no_other(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    copy_of(run, "good")
+    shutil.copytree(run, os.fsdecode(b"outputs/bad\xff"))
+    ended = subprocess.run(
+        [str(Path(sys.executable).parent / "hybridtrain"), "results", "outputs"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        text=True,
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+    assert re.search(r"\bgood\b", ended.stdout)
+    assert "bad\\udcff" in ended.stdout
 
 
 @pytest.mark.parametrize(

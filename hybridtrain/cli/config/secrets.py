@@ -19,9 +19,11 @@ _MASK = "***"
 
 # Whole words of a key: `hub_token` and `api_key`, but neither `tokenizer` nor `monkey`.
 _SECRET_KEY = re.compile(
-    r"(?:^|_)(?:token|password|passwd|secret|credentials?|(?:api|access|secret|private)_?key)$",
+    r"(?:^|_)(?:token|password|passwd|passphrase|secret|credentials?|authorization"
+    r"|(?:api|access|secret|private)_?key)$",
     re.IGNORECASE,
 )
+_PASSWORD_IN_URL = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
 _ENVIRONMENT = "oc.env"
 
 
@@ -45,13 +47,16 @@ def from_environment(tree: Mapping[str, Any]) -> dict[tuple[str | int, ...], str
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Returns a copy of `value` with `***` for the values of keys that look like secrets."""
+    """Returns a copy of `value` with `***` for values of keys that look like secrets, and for
+    passwords in addresses."""
     if isinstance(value, Mapping):
         return {key: masked(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [masked(inner, name) for inner in value]
     if isinstance(value, str) and value and _SECRET_KEY.search(name) and "${" not in value:
         return _MASK
+    if isinstance(value, str) and "${" not in value:
+        return _PASSWORD_IN_URL.sub(rf"\1{_MASK}", value)
     return value
 
 

@@ -22,6 +22,7 @@ from hybridtrain._base.files import (
     write_atomically,
 )
 from hybridtrain._base.text_table import in_one_line, markdown_table, text_table
+from hybridtrain._base.yaml_text import load_yaml
 from hybridtrain.cli.config.overrides import hydra_quoted, parse_overrides, read_overrides
 from hybridtrain.cli.config.places import grants
 from hybridtrain.errors import ConfigError, DataError
@@ -231,7 +232,7 @@ def _run(path: Path, name: str) -> Run:
 
 def _config(path: Path) -> dict[str, Any]:
     with reading(path):
-        config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        config = load_yaml(path.read_text(encoding="utf-8")) or {}
         if not isinstance(config, dict):
             raise TypeError("not a mapping")
     return config

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from hybridtrain._base.files import json_lines, read_json, reading
+from hybridtrain._base.yaml_text import load_yaml
 from hybridtrain.errors import DataError
 from hybridtrain.observe.report.settings import RunSettings
 from hybridtrain.observe.timeline import spans_of_trace
@@ -69,12 +70,12 @@ class RunRecord:
         with reading(directory / "summary.json"):
             summary = {} if summary is None else dict(summary, steps=int(summary["steps"]))
         with reading(directory / "overrides.yaml"):
-            overrides = yaml.safe_load(_text(directory / "overrides.yaml") or "[]")
+            overrides = load_yaml(_text(directory / "overrides.yaml") or "[]")
             if not isinstance(overrides, list):
                 raise TypeError("not a list")
         with reading(directory / "config.yaml"):
             config = _text(directory / "config.yaml")
-            if not isinstance(yaml.safe_load(config) or {}, dict):
+            if not isinstance(load_yaml(config) or {}, dict):
                 raise TypeError("not a mapping")
         with reading(plan):
             cut = Plan.read(plan) if plan.exists() else None

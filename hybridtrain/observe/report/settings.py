@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from hybridtrain._base.yaml_text import load_yaml
 from hybridtrain.observe.hyperparameters import is_hyperparameter
 
 
@@ -38,7 +39,7 @@ class RunSettings:
             return value
         text = self.given.get(key)
         try:
-            return None if text is None else yaml.safe_load(text)
+            return None if text is None else load_yaml(text)
         except (yaml.YAMLError, ValueError, RecursionError):  # Hydra's grammar differs
             return text
 

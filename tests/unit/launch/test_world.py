@@ -115,6 +115,13 @@ def test_the_address_of_the_store_can_be_given_under_slurm_too():
     assert detect({**SLURM, "MASTER_PORT": "4000"}).master == ("node012", 4000)
 
 
+@pytest.mark.parametrize("environ", [TORCHRUN, SLURM])
+@pytest.mark.parametrize("port", ["0", "99999"])
+def test_a_number_that_is_no_port_is_an_error_that_names_the_variable(environ, port):
+    with pytest.raises(WorldError, match=f"MASTER_PORT={port}"):
+        detect({**environ, "MASTER_PORT": port})
+
+
 def test_tasks_per_node_of_slurm_win_over_the_division():
     assert detect({**SLURM, "SLURM_NTASKS_PER_NODE": "5"}).local_size == 5
     assert detect({**SLURM, "SLURM_NTASKS": "10"}).local_size == 4  # 10 tasks on 3 nodes: 4, 3, 3

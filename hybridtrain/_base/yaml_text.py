@@ -1,0 +1,42 @@
+"""YAML texts that someone else may have written: a few lines whose aliases expand to gigabytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MOST_VALUES = 100_000
+"""The most values that a text may expand to. A config of a run has about 200."""
+
+
+def check_expansion(text: str) -> str:
+    """Returns a YAML text whose aliases expand to at most `MOST_VALUES` values.
+
+    Raises:
+        ValueError: they expand to more, or lead back to themselves.
+        yaml.YAMLError: it is no YAML.
+    """
+    if "*" in text and "&" in text:  # in most texts no alias is possible
+        root = yaml.compose(text, Loader=yaml.SafeLoader)  # here aliases share nodes
+        if root is not None and _size(root, {}) > MOST_VALUES:
+            raise ValueError(f"its aliases expand to more than {MOST_VALUES:,} values")
+    return text
+
+
+def load_yaml(text: str) -> Any:
+    """Returns the value of a YAML text, see `check_expansion`."""
+    return yaml.safe_load(check_expansion(text))
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Returns the number of values of a node; those of an alias count again."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1  # a node inside of itself
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        known[id(node)] = 1 + sum(_size(part, known) for part in inner)
+    return known[id(node)]
