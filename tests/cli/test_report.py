@@ -33,7 +33,7 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
         f"loss, evaluation {summary['eval']['loss']:.4g}",
         f"accuracy, evaluation {summary['eval']['accuracy']:.1%}",
         f"median step time {summary['step_ms']['p50']:.2f} ms",
-        f"newest checkpoint: {Path(summary['checkpoint']).name}",
+        f"checkpoint: {Path(summary['checkpoint']).name}; predict, evaluate and export use it",
         "recipe=digits",
         f"torch {summary['environment']['torch']}",
     ):
@@ -76,6 +76,20 @@ def test_the_page_asks_for_nothing_from_a_network(finished: Path, tmp_path: Path
     assert not re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=", page)
 
 
+def test_the_page_names_the_checkpoint_that_predict_uses(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, "outputs/marked")
+    best = {"step": 6, "value": 0.25, "criterion": "max accuracy"}
+    Path("outputs/marked/checkpoints/best.json").write_text(json.dumps(best))
+    shown = words(write_report(["outputs/marked"], "page.html").read_text())
+    assert "export use the best one: step_00000006 (max accuracy 0.25)" in shown
+    capfd.readouterr()
+    assert main(["predict", "run_name=marked"]) == 0
+    used = json.loads(capfd.readouterr().out)["checkpoint"]
+    assert Path(used).name == "step_00000006"
+
+
 def test_several_runs_are_compared_by_the_settings_that_differ(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -91,8 +105,8 @@ def test_several_runs_are_compared_by_the_settings_that_differ(
     table = page[page.index("<table>") : page.index("</table>")]
     heads = re.findall("<th>(.*?)</th>", table)
     assert heads[:4] == ["run", "optim.lr", "model.labels", "state"]
-    assert "<td>[a: b: c]</td>" in table
-    assert [row[:2] for row in re.findall("<tr><td>(.*?)</td><td>(.*?)</td>", table)] == [
+    assert ">[a: b: c]</td>" in table
+    assert re.findall("<tr><td.*?>(.*?)</td><td.*?>(.*?)</td>", table) == [
         ("digits", str(usual)),
         ("other", "0.5"),
     ]
