@@ -6,7 +6,7 @@
     Alpaca            instruction, output, and perhaps input, system and history
     Dolly             instruction, response, and perhaps context
 
-A file of preferences (chosen and rejected answers) is none of them, and is refused.
+Files of preferences, with chosen and rejected answers, are refused.
 """
 
 from __future__ import annotations

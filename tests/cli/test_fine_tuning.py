@@ -152,6 +152,24 @@ def test_a_run_that_stops_in_an_epoch_and_goes_on_elsewhere_exports_the_adapter_
     assert answers.shape[0] == 1
 
 
+def test_what_is_wrong_in_a_chat_file_is_fixed_by_the_key_that_the_error_names(capfd):
+    turns = [{"role": "user", "content": "good film"}, {"role": "assistant", "content": "nice"}]
+    bad = [*turns[:1], {"role": "assistant", "content": "bad"}]
+    tools = [{"type": "function", "function": {"name": "story", "parameters": {}}}]
+    files = {
+        "messages=": {"chosen": turns, "rejected": bad},
+        "tools=": {"conversations": [{"from": "human", "value": "good"},
+                                     {"from": "gpt", "value": "nice"}], "tools": tools},
+    }  # fmt: skip
+    for key, sample in files.items():
+        Path("data/chats.jsonl").write_text((json.dumps(sample) + "\n") * 20)
+        said = fail(capfd, *RUN, "--dry-run")
+        (way_out,) = re.findall(rf"(?:set|by) (data\.{key}\w+)", said)
+        said = succeed(capfd, *RUN, "--dry-run", way_out)
+        assert "data: 19 samples to train on, 1 held out" in said
+    assert "ShareGPT (conversations); columns not used: tools" in said
+
+
 def test_peft_loads_the_adapter_that_was_evaluated(capfd):
     from transformers import AutoModelForCausalLM
 

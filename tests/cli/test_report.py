@@ -33,7 +33,7 @@ def test_the_page_has_the_numbers_of_the_summary(finished: Path, tmp_path: Path)
         f"loss, evaluation {summary['eval']['loss']:.4g}",
         f"accuracy, evaluation {summary['eval']['accuracy']:.1%}",
         f"median step time {summary['step_ms']['p50']:.2f} ms",
-        f"newest checkpoint: {Path(summary['checkpoint']).name}",
+        f"checkpoint: {Path(summary['checkpoint']).name}; predict, evaluate and export use it",
         "recipe=digits",
         f"torch {summary['environment']['torch']}",
     ):
@@ -76,6 +76,20 @@ def test_the_page_asks_for_nothing_from_a_network(finished: Path, tmp_path: Path
     assert not re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=", page)
 
 
+def test_the_page_names_the_checkpoint_that_predict_uses(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, "outputs/marked")
+    best = {"step": 6, "value": 0.25, "criterion": "max accuracy"}
+    Path("outputs/marked/checkpoints/best.json").write_text(json.dumps(best))
+    shown = words(write_report(["outputs/marked"], "page.html").read_text())
+    assert "export use the best one: step_00000006 (max accuracy 0.25)" in shown
+    capfd.readouterr()
+    assert main(["predict", "run_name=marked"]) == 0
+    used = json.loads(capfd.readouterr().out)["checkpoint"]
+    assert Path(used).name == "step_00000006"
+
+
 def test_several_runs_are_compared_by_the_settings_that_differ(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -91,8 +105,8 @@ def test_several_runs_are_compared_by_the_settings_that_differ(
     table = page[page.index("<table>") : page.index("</table>")]
     heads = re.findall("<th>(.*?)</th>", table)
     assert heads[:4] == ["run", "optim.lr", "model.labels", "state"]
-    assert "<td>[a: b: c]</td>" in table
-    assert [row[:2] for row in re.findall("<tr><td>(.*?)</td><td>(.*?)</td>", table)] == [
+    assert ">[a: b: c]</td>" in table
+    assert re.findall("<tr><td.*?>(.*?)</td><td.*?>(.*?)</td>", table) == [
         ("digits", str(usual)),
         ("other", "0.5"),
     ]
@@ -225,4 +239,42 @@ def test_a_browser_shows_the_figures_and_what_an_action_is_under_the_pointer(
     assert page.evaluate(widths) == on_screen
     page.set_viewport_size({"width": 390, "height": 800})  # of a phone
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert browser_page.errors == []
+
+
+# tables wider than the page, and texts of figures outside of them
+CUT = """() => [
+    ...[...document.querySelectorAll(".scroll")]
+        .filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent.slice(0, 60)),
+    ...[...document.querySelectorAll(".js-plotly-plot text")].filter(text => {
+        const inner = text.getBoundingClientRect();
+        const outer = text.closest(".js-plotly-plot").parentElement.getBoundingClientRect();
+        return inner.width && (inner.right > outer.right + 1 || inner.left < outer.left - 1);
+    }).map(text => text.textContent),
+]"""
+
+
+@pytest.mark.parametrize("width", [420, 1200])
+def test_a_page_of_a_sweep_is_whole_on_a_phone_and_on_a_laptop(
+    width: int, finished: Path, tmp_path: Path, browser_page: BrowserPage
+) -> None:
+    runs = []
+    for number in range(3):  # with a matrix of long names and the metrics of a classification
+        run = shutil.copytree(finished, tmp_path / f"lr_0.00{number}-weight_decay_0.1")
+        (run / "config.yaml").write_text(f"optim:\n  lr: 0.00{number}\n  weight_decay: 0.1\n")
+        summary = json.loads((run / "summary.json").read_text())
+        names = ("accuracy", "f1", "precision", "recall", "mcc", "auc")
+        summary["eval"] = {"loss": 1.5} | dict.fromkeys(names, 0.123456)
+        (run / "summary.json").write_text(json.dumps(summary))
+        with (run / "metrics.jsonl").open("a") as file:
+            pairs = {f"eval/confusion/{a}/{b}": 3 for a in "xyz" for b in "xyz"}
+            file.write(json.dumps({"step": summary["steps"], "time": 9e9, **pairs}) + "\n")
+        runs.append(run)
+    page = browser_page.page
+    page.set_viewport_size({"width": width, "height": 900})
+    for directories in (runs, runs[:1]):
+        browser_page.open(write_report(directories, tmp_path / "page.html"))
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length > 9")
+        page.wait_for_function(f"({CUT})().length === 0")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert browser_page.errors == []

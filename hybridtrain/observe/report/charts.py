@@ -106,7 +106,7 @@ def confusion(matrix: Confusion) -> Figure:
     classes, counts = matrix
     shares = [[count / (sum(line) or 1) for count in line] for line in counts]
     figure = _figure(
-        "true class (rows) and predicted class (columns), in samples of the evaluation",
+        "samples: a row per true class",
         180 + _BAR * len(classes),
         showlegend=False,
     )

@@ -30,6 +30,8 @@ _DEFINITIONS = {
     "devices computing": "mean share of a recorded step that devices spend computing",
     "time": "from the first logged step to the last, including pauses",
 }
+# compared only if they differ, because a page has room for few columns
+_OF_THE_LAYOUT = ("pipeline", "processes")
 Table = list[list[str]]
 """Rows of a table; the first one is the header."""
 
@@ -187,6 +189,7 @@ def _of_summary(record: RunRecord, timeline: Figure | None) -> dict[str, Any]:
         "definitions": _DEFINITIONS,
         # by name: readers of a shared report do not have the directory
         "checkpoint": Path(path).name if (path := summary.get("checkpoint")) else None,
+        "best": record.best,
         "advice": summary.get("advice", []),
         "figures": {name: _html(figure) for name, figure in figures.items()},
         "stages": _stage_table(record),
@@ -244,10 +247,14 @@ def _compared(records: Sequence[RunRecord]) -> Table:
     settings = [record.settings for record in records]
     keys = that_differ(settings)
     results = [dict(_facts(record)) for record in records]
+
+    def differs(name: str) -> bool:
+        return len({result.get(name) for result in results}) > 1
+
     columns = [
         name
         for name in dict.fromkeys(name for result in results for name in result)
-        if name not in ("model", "time")
+        if name not in ("model", "time") and (name not in _OF_THE_LAYOUT or differs(name))
     ]
     return [
         ["run", *keys, *columns],

@@ -43,6 +43,7 @@ class RunRecord:
         config: the text of the resolved config.
         overrides: the overrides of the command line.
         warnings: the logged warnings, each with its number of occurrences.
+        best: the checkpoint that is marked as the best: its name, and why; None: there is no mark.
     """
 
     name: str
@@ -55,6 +56,7 @@ class RunRecord:
     config: str
     overrides: Sequence[str]
     warnings: Sequence[tuple[str, int]]
+    best: tuple[str, str] | None
 
     @classmethod
     def read(cls, directory: str | Path) -> RunRecord:
@@ -81,6 +83,12 @@ class RunRecord:
             cut = Plan.read(plan) if plan.exists() else None
         with reading(timeline):
             spans = spans_of_trace(timeline)
+        mark = directory / "checkpoints" / "best.json"
+        with reading(mark):
+            best = read_json(mark)
+            if best is not None:
+                reason = f"{best.get('criterion') or 'value'} {float(best['value']):.4g}"
+                best = f"step_{int(best['step']):08d}", reason
         return cls(
             name=directory.resolve().name,
             directory=directory,
@@ -92,6 +100,7 @@ class RunRecord:
             config=config,
             overrides=[*map(str, overrides)],
             warnings=_warnings(directory / "logs"),
+            best=best,
         )
 
     @property

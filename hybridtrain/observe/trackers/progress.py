@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from hybridtrain._base.text_table import in_one_line
 from hybridtrain.loop import Run, Tracker, parts_of_account
+from hybridtrain.observe.confusion import is_confusion
 from hybridtrain.schedule import COMPUTING
 
 _BAR = "{n_fmt}/{total_fmt} |{bar}| {desc}"
@@ -21,6 +22,7 @@ _LEAST_BAR = 6  # columns of the shortest bar, including its ends
 
 # The most values of one metric in a line; a per-class metric may have many.
 _MOST_CLASSES = 12
+_MOST_CELLS = 9  # of a confusion matrix
 
 # Parts that a narrow terminal omits from the line, in order; the loss always stays.
 _LEFT_OUT = ("account", "tokens", "epoch", "time", "samples", "lr")
@@ -174,13 +176,22 @@ def _describe_evaluation(values: Mapping[str, float]) -> list[str]:
 
 
 def describe_values(values: Mapping[str, float]) -> list[str]:
-    """Describes the values of an evaluation; only the first of a metric with many classes."""
+    """Describes the values of an evaluation; only the first of a metric with many classes.
+
+    A confusion matrix has whole numbers; one of more than three classes is only mentioned.
+    """
     counts = Counter(name.partition("/")[0] for name in values if "/" in name)
     shown: Counter[str] = Counter()
     parts = []
     for name, value in values.items():
         metric = name.partition("/")[0]
         shown[metric] += 1
+        if is_confusion(f"eval/{name}"):
+            if counts[metric] <= _MOST_CELLS:
+                parts.append(f"{name} {value:.0f}")
+            elif shown[metric] == 1:
+                parts.append(f"{metric} of {round(counts[metric] ** 0.5)} classes in the report")
+            continue
         if counts[metric] <= _MOST_CLASSES or shown[metric] <= _MOST_CLASSES:
             parts.append(f"{name} {format_value(value)}")
         elif shown[metric] == counts[metric]:

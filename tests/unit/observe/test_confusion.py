@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hybridtrain.observe import confusion_of, draw_confusion, is_confusion
+from hybridtrain.observe import confusion_of, describe_values, draw_confusion, is_confusion
 
 VALUES = {
     "eval/loss": 0.5,
@@ -45,3 +45,13 @@ def test_the_page_of_a_run_has_the_matrix(tmp_path) -> None:
     page = write_report([tmp_path]).read_text()
     assert "The classes of the last evaluation" in page
     assert "confusion/cat/dog" not in page
+
+
+def test_the_line_of_an_evaluation_has_whole_numbers_or_only_mentions_a_large_matrix():
+    small = {"accuracy": 0.5} | {f"confusion/{a}/{b}": 3.0 for a in "xy" for b in "xy"}
+    assert describe_values(small) == [
+        "accuracy 0.5000",
+        *(f"confusion/{a}/{b} 3" for a in "xy" for b in "xy"),
+    ]
+    large = {f"confusion/{a}/{b}": 3.0 for a in "vwxyz" for b in "vwxyz"} | {"f1": 0.5}
+    assert describe_values(large) == ["confusion of 5 classes in the report", "f1 0.5000"]
