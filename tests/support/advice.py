@@ -28,7 +28,7 @@ def advice_in(*packages: str) -> Iterator[str]:
 
 def _text(node: ast.expr) -> str:
     if isinstance(node, ast.Constant):
-        return str(node.value)
+        return node.value if isinstance(node.value, str) else ""
     if isinstance(node, ast.JoinedStr):
         return "".join(map(_text, node.values))
     if isinstance(node, ast.BinOp):
