@@ -87,6 +87,7 @@ def test_every_command_that_builds_a_run_and_every_part_are_tested() -> None:
 
 @pytest.mark.usefixtures("_in_a_copy")
 @pytest.mark.parametrize("command", [name for name in TYPED if name != "train"])
+@pytest.mark.quick_cases("evaluate", "predict", "export")
 def test_a_command_needs_no_part_that_it_does_not_use(
     command: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,7 +188,7 @@ def write_of_tokens() -> None:
         ),
     ],
 )
-@pytest.mark.quick_cases("text_files", "token_files")
+@pytest.mark.quick_cases("text_files")
 def test_each_data_set_with_a_file_to_evaluate_on_is_evaluated_without_its_training_file(
     write: Callable[[], None], suffix: str, words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ WEIGHTS = "trainer.class_weights=[1,1,1,1,1,1,1,1,1,{}]"
         (["trainer.metrics=[accuracy,accuracy]"], "trainer.metrics has accuracy twice"),
     ],
 )
+@pytest.mark.quick_cases(6)
 def test_a_setting_without_effect_or_sense_is_refused(
     words: list[str], key: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

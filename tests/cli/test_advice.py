@@ -1,0 +1,275 @@
+"""What an error tells the user to type is typed here, and gets further.
+
+`TRIED` has the errors, each with what a user types to get it and to follow its advice. The file
+`advice_not_tried.txt` has those that wait for a test. A new error with advice fails
+`test_every_advice_is_tried_or_waits_for_its_test` until it has a case here.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support.advice import advice_in
+from support.launch import SMALL
+from support.small_hub import write_bert, write_chats, write_llama, write_reviews
+
+from hybridtrain.cli import main
+
+PACKAGES = ("cli", "datasets", "models")
+NOT_TRIED = Path(__file__).with_name("advice_not_tried.txt")
+# May only become smaller.
+MOST_NOT_TRIED = 35
+
+GROUPS = "+optim.groups=[{match: '*', _target_: torch.optim.SGD, lr: 0.1}]"
+SUBMIT = ("submit", "recipe=digits", "--dry-run")
+TEXTS = (
+    *("recipe=bert_classifier", "model.source=./bert", "data.path=reviews.jsonl"),
+    *("data.max_len=16", "data.batch_size=8", "trainer.epochs=null", "trainer.steps=1"),
+    *("world.devices=cpu", "lr_schedule.warmup_steps=0", "monitor.report=false"),
+)
+
+CHATS = (
+    *("recipe=sft_chat", "model.source=./llama", "model.dtype=float32", "data.path=chats.jsonl"),
+    *("data.max_len=24", *TEXTS[4:]),
+)
+
+
+def own_module() -> None:
+    Path("mine.py").write_text(
+        "from torch import nn\n\ndef net():\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))\n"
+    )
+
+
+def own_recipe() -> None:
+    own_module()
+    Path("own.yaml").write_text("allow_targets: [mine]\nrun_name: own\n")
+
+
+def own_code_of_the_run() -> None:
+    own_module()
+    path = Path("outputs/digits/config.yaml")
+    config = yaml.safe_load(path.read_text()) | {"allow_targets": ["mine"]}
+    path.write_text(yaml.safe_dump(config))
+
+
+def bert_without_tokenizer() -> None:
+    write_reviews(Path("reviews.jsonl"), 12)
+    write_bert(Path("bert"), layers=1)
+    Path("words").mkdir()
+    for file in Path("bert").glob("tokenizer*"):
+        file.rename(Path("words") / file.name)
+
+
+def bert() -> None:
+    write_reviews(Path("reviews.jsonl"), 12)
+    write_bert(Path("bert"), layers=1)
+
+
+def bert_with_labels(*labels: object, words: int = 3) -> Callable[[], None]:
+    def write() -> None:
+        bert()
+        text = " ".join(["good film story"] * words)
+        rows = [{"text": text, "label": label} for label in labels] * 6
+        Path("reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return write
+
+
+def another_tokenizer() -> None:
+    bert()
+    write_llama(Path("llama"), layers=1)
+    Path("llama/config.json").unlink()
+
+
+def unknown_words() -> None:
+    another_tokenizer()
+    rows = [{"text": "[MASK] [MASK]", "label": label} for label in "ab"] * 6
+    Path("reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def tokens() -> None:
+    (np.arange(40, dtype=np.uint16) % 7).tofile("train.bin")
+
+
+def llama_without_template() -> None:
+    write_llama(Path("llama"), layers=1)
+    write_chats(Path("chats.jsonl"), 12)
+    Path("llama/chat_template.jinja").rename("my.jinja")
+
+
+def config_of_the_run(text: str) -> Callable[[], object]:
+    return lambda: Path("outputs/digits/config.yaml").write_text(text)
+
+
+def link_for_the_run() -> None:
+    Path("elsewhere").mkdir()
+    Path("outputs/new").symlink_to(Path("elsewhere").resolve())
+
+
+@dataclass(frozen=True)
+class Case:
+    """An error and the ways out that it names.
+
+    Attributes:
+        part: a part of the error as it is in the sources, which no other error has.
+        words: what a user types to get the error, in a folder with the run outputs/digits.
+        typed: for each way out, what the user types then, instead of words with the same keys.
+        removed: the words to remove, if the advice is to remove them.
+        setup: writes files.
+    """
+
+    part: str
+    words: tuple[str, ...]
+    typed: tuple[tuple[str, ...], ...] = ()
+    removed: tuple[str, ...] = ()
+    setup: Callable[[], object] = lambda: None
+
+
+OTHER = (("run_name=other",),)
+TRIED = [
+    Case("uploads a transformers folder", ("export", "run_name=digits", "push_to=me/it"),
+         (("format=transformers",),)),
+    Case("needs a transformers model", ("export", "run_name=digits", "format=transformers"),
+         (("format=safetensors",), ("format=torch",))),
+    Case("writes the adapter of model.lora", ("export", "run_name=digits", "format=peft"),
+         (("format=safetensors",),)),
+    Case("needs a fixed batch size", ("plan", "recipe=digits", "run_name=new",
+         "hardware=h100", "data.batch_size=auto"), (("data.batch_size=32",),)),
+    Case("--check works with a single run", ("submit", "recipe=digits", "--check", "--multirun"),
+         removed=("--multirun",)),
+    Case("submit.to={} works with a single run", ("submit", "recipe=digits", "--multirun",
+         "submit.to=torchrun", "optim.lr=0.1,0.2"), removed=("--multirun",)),
+    Case("to train with the new settings", (*SMALL, "optim.lr=0.5"), OTHER),
+    Case("turns checkpoints off", (*SMALL, "run_name=new", "checkpoint.every_steps=0",
+         "checkpoint.best=loss"), (("checkpoint.every_steps=null",), ("checkpoint.best=null",))),
+    Case("the recipe wants to run code from", ("recipe=own.yaml", "trainer.steps=1"),
+         (("allow_targets=[mine]",),), setup=own_recipe),
+    Case("the run {} uses code from", ("evaluate", "run_name=digits"),
+         (("allow_targets=[mine]",),), setup=own_code_of_the_run),
+    Case("resumes from its own checkpoints", (*SMALL, "init_from=outputs/digits"), OTHER),
+    Case("remove the change to use the run", (*SMALL, "seed=3"),
+         (*OTHER, ("allow_changes=true",)), removed=("seed=3",)),
+    Case("to use your own package", (*SMALL, "run_name=new", "model._target_=mine.net",
+         "trainer.loss=cross_entropy"),
+         (("allow_targets=[mine]",),), setup=own_module),
+    Case("keeps the run the same on any number", (*SMALL, "run_name=new", "world.replicas=2",
+         "data.batch_size=auto"), (("data.batch_size=32",),)),
+    Case("chooses the number of stages, but", (*SMALL, "run_name=new", "pipeline.nb_part=auto",
+         "pipeline.split=[3,4]"), (("pipeline.nb_part=2",), ("pipeline.split=balanced",))),
+    Case("makes several optimizers", (*SMALL, "run_name=new", "world.shard=optimizer", GROUPS),
+         (("world.shard=none",),)),
+    Case("callbacks.{} compares evaluations", (*SMALL, "run_name=new", "trainer.eval_every=null",
+         "callbacks=[plateau]"), (("trainer.eval_every=2",), ("trainer.eval_every_epochs=1",))),
+    Case("{} compares evaluations, but with", (*SMALL, "run_name=new", "trainer.eval_every=9",
+         "callbacks=[plateau]"), (("trainer.eval_every=2",),)),
+    Case("needs GPUs: set submit.gpus_per_node=", (*SUBMIT, "world.devices=cuda"),
+         (("submit.gpus_per_node=1",),)),
+    Case("submit.to=kubernetes needs an image", (*SUBMIT, "submit.to=kubernetes"),
+         (("submit.container={image: registry/name:tag}",),)),
+    Case("submit.container.runtime=pyxis needs Slurm", (*SUBMIT, "submit.to=torchrun",
+         "submit.container={image: my.sqsh, runtime: pyxis}"),
+         (("submit.container.runtime=apptainer",),)),
+    Case("has no argument for these GPUs", (*SUBMIT,
+         "submit.container={image: my.sqsh, runtime: shifter, gpus: amd}"),
+         (("submit.container.gpus=none",),)),
+    Case("but Slurm signals the run", (*SUBMIT, "submit.time=1m"),
+         (("submit.time=90m",), ("submit.signal_s=10",))),
+    Case("the GPUs of a process: change", (*SUBMIT, "submit.gpus_per_node=3",
+         "pipeline.nb_part=2"), (("submit.processes_per_node=1",), ("pipeline.nb_part=3",))),
+    Case("there is no checkpoint in {}: train first", ("evaluate", "recipe=digits",
+         "run_name=nothing"), (("run_name=digits",),)),
+    Case("resume=null: set resume=auto", ("evaluate", "run_name=digits", "resume=null"),
+         (("resume=auto",), ("resume=outputs/digits/checkpoints/step_00000006",))),
+    Case("would mix new checkpoints", (*SMALL, "resume=null", "trainer.steps=8"),
+         (("resume=auto",), *OTHER)),
+    Case("is marked as the best; train with", ("evaluate", "run_name=digits", "resume=best"),
+         (("resume=last",),)),
+    Case("interval() works only in a search", (*SMALL, "run_name=null", "--multirun",
+         "optim.lr=interval(1e-4,1e-3)"), (("optim.lr=1e-4,1e-3",), ("optim.lr=range(1,4)",))),
+    Case("would compute only padding", ("check", "recipe=digits", "submit.nodes=2",
+         "submit.gpus_per_node=4", "data.batch_size=1"), (("data.batch_size=8",),)),
+    Case("not with a sweep (--multirun)", (*SMALL, "--multirun", "--dry-run", "optim.lr=0.1"),
+         removed=("--multirun",)),
+    Case("not recipe={}: set another", ("evaluate", "run_name=digits", "recipe=mnist_basicnet"),
+         removed=("recipe=mnist_basicnet",)),
+    Case("is not a config: restore it", (*SMALL,), OTHER, setup=config_of_the_run("[]")),
+    Case("so it is not the config of a run", (*SMALL,), OTHER, setup=config_of_the_run("a: 1")),
+    Case("has no value: write {}=null", (*SMALL, "run_name=null", "--multirun", "optim.lr="),
+         (("optim.lr=null",), ("optim.lr=0.1,0.2",))),
+    Case("but world.devices={} already fixes it", (*SMALL, "run_name=new",
+         "pipeline.nb_part=auto", "world.devices=[cpu,cpu]"), (("pipeline.nb_part=2",),)),
+    Case("but pipeline.{}={} already fixes it", (*SMALL, "run_name=new",
+         "pipeline.nb_part=auto", "pipeline.device_speeds=[1,2]"), (("pipeline.nb_part=2",),)),
+    Case("does not fit the data, which", (*SMALL, "run_name=new", "model.num_classes=3"),
+         removed=("model.num_classes=3",)),
+    Case("but there is only one: start all processes", ("plan", *SMALL, "run_name=new",
+         "pipeline.nb_part=auto"), (("hardware=h100",),)),
+    Case("set output_dir= to the folder in which", (*SMALL, "run_name=new"), OTHER,
+         setup=link_for_the_run),
+    Case("has no chat template", CHATS, (("data.chat_template=my.jinja",),),
+         setup=llama_without_template),
+    Case("needs a mask token", (*TEXTS, "data.task=masked_lm", "model.task=masked_lm",
+         "data.tokenizer=./llama"), (("data.tokenizer=./bert",), ("data.task=causal_lm",)),
+         setup=another_tokenizer),
+    Case("but classes must be text or whole numbers", TEXTS, (("data.task=regression",),),
+         setup=bert_with_labels(0.5, 1.5)),
+    Case("has lists: set task=", TEXTS, (("data.task=multilabel",),),
+         setup=bert_with_labels(["a", "b"], ["b"])),
+    Case("but classes must be numbered from 0", TEXTS, (("data.task=regression",),),
+         setup=bert_with_labels(5, 7000)),
+    Case("knows none of the words", (*TEXTS, "data.tokenizer=./llama"),
+         (("data.tokenizer=./bert",),), setup=unknown_words),
+    Case("which selects the model", (*TEXTS, "model.config={model_type: bert}"),
+         removed=("model.config={model_type: bert}",), setup=bert),
+    Case("but the model only has {} positions", (*TEXTS, "data.max_len=64"),
+         (("data.max_len=32",),), setup=bert_with_labels("a", "b", words=20)),
+    Case("are too few for one window of seq_len= and", (*SMALL, "run_name=new",
+         "data=token_files", "data.root=.", "data.eval=train.bin", "model=gpt"),
+         (("data.seq_len=8",),), setup=tokens),
+    Case("no such file or folder ({}): set tokenizer= to its place",
+         (*TEXTS, "data.tokenizer=./nothing"), (("data.tokenizer=./words",),),
+         setup=bert_without_tokenizer),
+    Case("the folder has no tokenizer", TEXTS, (("data.tokenizer=./words",),),
+         setup=bert_without_tokenizer),
+]  # fmt: skip
+
+
+def test_every_advice_is_tried_or_waits_for_its_test() -> None:
+    sources = [*advice_in(*PACKAGES)]
+    tried = {case.part: [text for text in sources if case.part in text] for case in TRIED}
+    assert {part: texts for part, texts in tried.items() if len(texts) != 1} == {}
+    waiting = NOT_TRIED.read_text(encoding="utf-8").splitlines()
+    others = {*sources} - {text for texts in tried.values() for text in texts}
+    assert others - {*waiting} == set(), "add a case to TRIED for each of these"
+    assert {*waiting} - others == set(), "remove these from advice_not_tried.txt"
+    assert len(waiting) <= MOST_NOT_TRIED
+
+
+@pytest.mark.parametrize("case", TRIED, ids=lambda case: case.part)
+@pytest.mark.quick_cases(6)
+@pytest.mark.usefixtures("copied")
+def test_the_advice_of_an_error_gets_further(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    case.setup()
+    assert main(case.words) == 2
+    said = "".join(capfd.readouterr())  # `check` prints its problems
+    # what the sources format may stand between the words of a part
+    pieces = [piece for piece in case.part.split("{}") if piece.strip(" :()")]
+    pieces = [re.sub(r"\b(task|tokenizer|seq_len)=.*", "", piece) for piece in pieces]
+    assert all(piece.strip("(): ") in said for piece in pieces), said
+    ways = [*case.typed, *([()] if case.removed else [])]
+    for way in ways:
+        keys = {word.partition("=")[0] for word in way}
+        assert all(key in said for key in keys), (keys, said)
+        gone = case.removed if not way else ()
+        assert all(word in said or word.partition("=")[0] in said for word in gone)
+        words = [w for w in case.words if w.partition("=")[0] not in keys and w not in gone]
+        code = main([*words, *way])
+        after = "".join(capfd.readouterr())
+        assert code in (0, 2), after
+        assert code == 0 or not all(piece.strip("(): ") in after for piece in pieces), after
