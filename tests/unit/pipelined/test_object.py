@@ -91,6 +91,30 @@ def test_a_forward_that_is_patched_later_runs_inside():
     torch.testing.assert_close(model(x), Net()(x), **CLOSE)
 
 
+def halved(net):
+    """Patches the forward of a net, which calls the old one, as scripts do."""
+    before = net.forward
+    net.forward = lambda x: before(x) / 2
+    return net
+
+
+def test_a_forward_that_was_patched_before_runs_inside(caplog):
+    plain, x = halved(Net()), torch.randn(6, 6)
+    with caplog.at_level("INFO", "hybridtrain"):
+        model = step(pipe(halved(Net())))
+    torch.testing.assert_close(model(x), plain(x), **CLOSE)
+    plan = next(r.args[1] for r in caplog.records if "pipelined(" in r.msg)
+    assert [stage.layers[0].name for stage in plan.stages] == ["first", "last"]
+
+
+def test_a_forward_that_a_notebook_has_patched_runs_inside():
+    """Its cells hold the old forward in a global variable."""
+    cells = {"net": Net()}
+    exec("before = net.forward\nnet.forward = lambda x: before(x) / 2", cells)
+    model, x = step(pipe(cells["net"])), torch.randn(6, 6)
+    torch.testing.assert_close(model(x), halved(Net())(x), **CLOSE)
+
+
 def test_modules_that_are_replaced_are_followed():
     plain, model = Net(), step(pipe())
     for net in (plain, model):
