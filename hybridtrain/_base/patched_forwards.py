@@ -28,7 +28,9 @@ def let_functions_call_copies(
     """
     for original, twin in pairs:
         for name, value in vars(original).items():
-            if isinstance(value, FunctionType) and (copied := _copied(value, memo)) is not value:
+            if not isinstance(value, FunctionType | MethodType | partial):
+                continue
+            if (copied := _copied(value, memo)) is not value:
                 vars(twin)[name] = copied
 
 
@@ -44,7 +46,9 @@ def _copied(value: Any, memo: Mapping[int, Any]) -> Any:
         function = _copied(value.func, memo)
         args = [_copied(part, memo) for part in value.args]
         keywords = {name: _copied(part, memo) for name, part in value.keywords.items()}
-        return partial(function, *args, **keywords)
+        copied = partial(function, *args, **keywords)
+        vars(copied).update(vars(value))
+        return copied
     return _copied_function(value, memo) if isinstance(value, FunctionType) else value
 
 

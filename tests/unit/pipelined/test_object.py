@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from types import MethodType
 
 import pytest
 import torch
@@ -91,19 +92,24 @@ def test_a_forward_that_is_patched_later_runs_inside():
     torch.testing.assert_close(model(x), Net()(x), **CLOSE)
 
 
-def halved(net):
+def halved(net, as_method=False):
     """Patches the forward of a net, which calls the old one, as scripts do."""
     before = net.forward
-    net.forward = lambda x: before(x) / 2
+
+    def forward(net, x):
+        return before(x) / 2
+
+    net.forward = MethodType(forward, net) if as_method else lambda x: forward(net, x)
     return net
 
 
+@pytest.mark.parametrize("as_method", [False, True])
 @pytest.mark.parametrize("part", ["", "last"])
-def test_a_forward_that_was_patched_before_runs_inside(part, caplog):
+def test_a_forward_that_was_patched_before_runs_inside(part, as_method, caplog):
     """Copies of the model, by which the first step is checked, leave the gradients alone."""
     plain, net, x = Net(), Net(), torch.randn(6, 6)
     for model in (plain, net):
-        halved(model.get_submodule(part))
+        halved(model.get_submodule(part), as_method)
     with caplog.at_level("INFO", "hybridtrain"):
         model = pipe(net)
         model(x).sum().backward()
