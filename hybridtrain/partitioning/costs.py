@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.construction import default_generators, rewind
+from hybridtrain._base.patched_forwards import let_functions_call_copies
 from hybridtrain._base.tensors import byte_size, is_quantized_parameter
 from hybridtrain._base.torch_private import hooks_of
 from hybridtrain.errors import ConfigError, setting
@@ -175,6 +176,7 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
                         value = nn.Parameter(value, value.requires_grad)
                     memo[id(leaf)] = value
         module = deepcopy(layer.module, memo)
+        let_functions_call_copies(zip(layer.module.modules(), module.modules(), strict=False), memo)
     except Exception as error:
         raise ConfigError(
             f"layer {layer.name!r} cannot be copied to measure its cost ({error}): choose a "
@@ -184,6 +186,8 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
     for part in module.modules():
         for hooks in hooks_of(part):
             hooks.clear()
+        # says that transformers has set its hooks for `output_hidden_states`; it sets them again
+        vars(part).pop("_output_capturing_hooks_installed", None)
         if isinstance(part, nn.SyncBatchNorm):
             part.forward = MethodType(_BatchNorm.forward, part)  # type: ignore[method-assign]
     return module

@@ -172,10 +172,28 @@ def asks_for_cache(kwargs: dict[str, Any]) -> bool:
 
 
 def takes_cache(net: nn.Module) -> bool:
-    """Returns whether the forward of a model, or of the model in an adapter, has `use_cache`."""
+    """Returns whether the forward of a model, or of the model in an adapter, has `use_cache`.
+
+    Models of images and text pass it on to their language model, with all keyword arguments.
+    """
     base = getattr(net, "get_base_model", None)
-    inner = base() if callable(base) else net
-    return "use_cache" in _signature(inner.forward).parameters
+    inner: Any = base() if callable(base) else net
+    parameters = _signature(inner.forward).parameters
+    if "use_cache" in parameters:
+        return True
+    config = getattr(inner, "config", None)
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return passes_on and _text_config(config) is not config and wants_cache_by_default(inner)
+
+
+def wants_cache_by_default(net: nn.Module) -> bool:
+    """Returns whether the config of a model says that it returns keys and values."""
+    return bool(getattr(_text_config(getattr(net, "config", None)), "use_cache", False))
+
+
+def _text_config(config: Any) -> Any:
+    of_text = getattr(config, "get_text_config", None)
+    return of_text() if callable(of_text) else config
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hybridtrain._base.microbatch import merge, output_place
-from hybridtrain._base.values import leaves_of, same_constant
+from hybridtrain._base.values import leaves_of, named_leaves, same_constant
 from hybridtrain.errors import BatchError, ConfigError, setting
 from hybridtrain.loss import IGNORED, count_of_output
 from hybridtrain.piped.calls import ITEMS, Call
@@ -249,8 +249,9 @@ def proved(call: Call, runs: Runs, counts: Mapping[str, Count]) -> Join:
         of_part, other_spec = tree_flatten(output)
         if other_spec != spec:
             raise BatchError(
-                "the structure of the model's output depends on the number of samples, so the "
-                f"outputs of micro-batches cannot be joined. {_WAY_OUT}"
+                "the structure of the model's output depends on the number of samples "
+                f"({_only_in_one(whole, output)}), so the outputs of micro-batches cannot be "
+                f"joined. {_WAY_OUT}"
             )
         columns.append(of_part)
     is_half = any(_is_half(leaf) for leaf in leaves) or torch.is_autocast_enabled(
@@ -277,7 +278,18 @@ def proved(call: Call, runs: Runs, counts: Mapping[str, Count]) -> Join:
     return Join(spec, rules, counts)
 
 
-_WAY_OUT = f"Return a tensor with the samples in dim 0, or set {setting('chunks', 1)}"
+def _only_in_one(output: Any, other: Any) -> str:
+    """Returns the place of a leaf that one of two outputs does not have."""
+    places, others = ([name for name, _ in named_leaves(o, "output")] for o in (output, other))
+    return next((name for name in places if name not in others), None) or next(
+        (name for name in others if name not in places), "containers of another kind"
+    )
+
+
+_WAY_OUT = (
+    "Return a tensor with the samples in dim 0, assign a forward that leaves this output out "
+    f"(model.forward = ...), or set {setting('chunks', 1)}"
+)
 
 
 def _rule(

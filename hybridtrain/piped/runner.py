@@ -23,7 +23,13 @@ from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Launch
 from hybridtrain.model import HybridModel
 from hybridtrain.options import PipelineOptions
-from hybridtrain.piped.calls import Call, asks_for_cache, call_of, takes_cache
+from hybridtrain.piped.calls import (
+    Call,
+    asks_for_cache,
+    call_of,
+    takes_cache,
+    wants_cache_by_default,
+)
 from hybridtrain.piped.joining import Join, Runs, joined, proved, rules_for
 from hybridtrain.piped.optimizers import StaleOptimizers
 from hybridtrain.piped.replicas import Replicas
@@ -119,7 +125,7 @@ class Runner:
             not learns
             and kwargs.get("use_cache") is None
             and kwargs.get("labels") is None
-            and bool(getattr(getattr(net, "config", None), "use_cache", False))
+            and wants_cache_by_default(net)
             and takes_cache(net)
         )
         if wants_cache and not learns:

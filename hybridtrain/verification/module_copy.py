@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hybridtrain._base.patched_forwards import let_functions_call_copies
 from hybridtrain.pipeline import remove_aliases
 
 T = TypeVar("T")
@@ -46,6 +47,7 @@ def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) 
             elif isinstance(value, ModuleType):
                 memo[id(value)] = value
     copied = copy.deepcopy(modules, memo)
+    let_functions_call_copies(zip(parts, _parts(copied), strict=False), memo)
     for original, twin in zip(parts, _parts(copied), strict=True):
         for name, parameter in original._parameters.items():
             twin_parameter = twin._parameters[name]

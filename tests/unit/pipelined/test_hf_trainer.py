@@ -213,6 +213,50 @@ def test_gradients_of_answers_are_exact_but_for_those_that_are_zero():
     torch.testing.assert_close(pipe, plain, rtol=1e-10, atol=1e-15)
 
 
+def images_and_text():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    of_text = transformers.LlamaConfig(vocab_size=50, num_attention_heads=4, **sizes)
+    of_images = transformers.CLIPVisionConfig(
+        image_size=16, patch_size=8, num_attention_heads=4, **sizes
+    )
+    config = transformers.LlavaConfig(
+        vision_config=of_images, text_config=of_text, image_token_index=49, image_seq_length=4
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def without_images(net):
+    before = net.forward
+
+    def forward(**inputs):
+        outputs = before(**inputs)
+        kind = transformers.modeling_outputs.CausalLMOutput
+        return kind(loss=outputs.loss, logits=outputs.logits)
+
+    net.forward = forward
+    return net
+
+
+def test_a_model_of_images_and_text_without_its_output_for_each_image():
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(49, (6, 10), generator=g)
+    ids[:, :4] = 49
+    images = torch.randn(6, 3, 16, 16, generator=g)
+    inputs = {"input_ids": ids, "labels": ids, "pixel_values": images}
+    with pytest.raises(BatchError, match=r"image_outputs.*model\.forward = "):
+        piped(images_and_text())(**inputs)
+    plain, net = without_images(images_and_text()), without_images(images_and_text())
+    net(**inputs)  # transformers sets hooks for hidden states, and a copy needs its own
+    model = piped(net)
+    for net in (plain, model):
+        net(**inputs).loss.backward()
+    gradients, expected = (
+        {name: p.grad for name, p in net.named_parameters()} for net in (model, plain)
+    )
+    torch.testing.assert_close(gradients, expected, **CLOSE)
+
+
 def test_a_second_loss_of_a_router_is_refused():
     config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     net = transformers.MixtralForCausalLM(

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from types import MethodType
 
 import pytest
 import torch
@@ -89,6 +90,44 @@ def test_a_forward_that_is_patched_later_runs_inside():
     torch.testing.assert_close(model(x), plain(x), **CLOSE)
     del model.forward
     torch.testing.assert_close(model(x), Net()(x), **CLOSE)
+
+
+def halved(net, as_method=False):
+    """Patches the forward of a net, which calls the old one, as scripts do."""
+    before = net.forward
+
+    def forward(net, x):
+        return before(x) / 2
+
+    net.forward = MethodType(forward, net) if as_method else lambda x: forward(net, x)
+    return net
+
+
+@pytest.mark.parametrize("as_method", [False, True])
+@pytest.mark.parametrize("part", ["", "last"])
+def test_a_forward_that_was_patched_before_runs_inside(part, as_method, caplog):
+    """Copies of the model, by which the first step is checked, leave the gradients alone."""
+    plain, net, x = Net(), Net(), torch.randn(6, 6)
+    for model in (plain, net):
+        halved(model.get_submodule(part), as_method)
+    with caplog.at_level("INFO", "hybridtrain"):
+        model = pipe(net)
+        model(x).sum().backward()
+    plain(x).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, **CLOSE)
+    plan = next(r.args[1] for r in caplog.records if "pipelined(" in r.msg)
+    assert [stage.layers[0].name for stage in plan.stages] == ["first", "last"]
+
+
+def test_a_forward_that_a_notebook_has_patched_runs_inside():
+    """Its cells hold the old forward in a global variable."""
+    cells, plain, x = {"net": Net()}, halved(Net()), torch.randn(6, 6)
+    exec("before = net.forward\nnet.forward = lambda x: before(x) / 2", cells)
+    model = pipe(cells["net"])
+    for net in (model, plain):
+        net(x).sum().backward()
+    torch.testing.assert_close(model.first.weight.grad, plain.first.weight.grad, **CLOSE)
 
 
 def test_modules_that_are_replaced_are_followed():
