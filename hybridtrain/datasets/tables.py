@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -107,10 +108,26 @@ def read_table(
                 one_split = isinstance(loaded, datasets.Dataset)
                 splits = {"train": loaded} if one_split else dict(loaded)
             else:
+                if place.is_dir():
+                    builder = datasets.load_dataset_builder(str(place), name)
+                    _check_inside(key, path, place, builder.config.data_files)
                 splits = dict(datasets.load_dataset(str(place) if place.exists() else path, name))
+    except DataError:
+        raise
     except Exception as error:  # from many libraries, for many formats
         raise _unreadable(key, path, place.exists(), error) from error
     return Table(splits, notes=[f"from {path}"])
+
+
+def _check_inside(key: str, path: str, folder: Path, data_files: Any) -> None:
+    """Refuses files elsewhere: the README.md of a folder may name any, and come from anyone."""
+    inside = os.path.abspath(folder)
+    for file in itertools.chain.from_iterable((data_files or {}).values()):
+        if not Path(os.path.abspath(file)).is_relative_to(inside):
+            raise DataError(
+                f"{setting(key, path)}: its README.md names {file}, which is outside of the "
+                f"folder: set {argument(key)} to that file, or move it into the folder"
+            )
 
 
 def _unreadable(key: str, path: str, exists: bool, error: Exception) -> DataError:

@@ -15,6 +15,7 @@ from support.small_data import rows_of_texts, write_tokenizer
 
 from hybridtrain.data import EvalLoader, TrainLoader, example_batch
 from hybridtrain.datasets import hf_datasets
+from hybridtrain.datasets.tables import read_table
 from hybridtrain.errors import ConfigError, DataError, UserError
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import transformers_model
@@ -465,3 +466,21 @@ def test_without_the_library_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(DataError, match=rf'pip install "hybridtrain\[{extra}'):
         hf_datasets(table, tokenizer)
+
+
+@pytest.mark.parametrize("named", ["{outside}", "../secret.csv", "part/own.csv"])
+def test_a_folder_of_data_reads_nothing_outside_of_itself(named, tmp_path):
+    secret, folder = tmp_path / "secret.csv", tmp_path / "data"
+    own = folder / "part" / "own.csv"
+    own.parent.mkdir(parents=True)
+    for file in (secret, own):
+        file.write_text("text,label\na,b\n")
+    path = named.format(outside=secret)
+    files = f"data_files: [{{split: train, path: '{path}'}}]"
+    (folder / "README.md").write_text(f"---\nconfigs: [{{config_name: default, {files}}}]\n---\n")
+    if path == "part/own.csv":
+        assert len(read_table("path", str(folder), None).splits["train"]) == 1
+        return
+    with pytest.raises(DataError, match=r"README\.md names .*secret\.csv, which is outside"):
+        read_table("path", str(folder), None)
+    assert len(read_table("path", str(secret), None).splits["train"]) == 1
