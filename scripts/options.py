@@ -58,9 +58,10 @@ also does, if the data set provides a value of that name.""",
     "optim": """The arguments of the optimizer's class in `torch.optim`, plus `optim.groups` and
 `optim.layer_decay`; see
 [Parameter groups](callbacks.md#parameter-groups-and-several-optimizers).""",
-    "lr_schedule": """The arguments of the scheduler's class in `torch.optim.lr_scheduler`. A null
-`T_max` or `total_iters` is set to the number of steps after the warm-up. If the warm-up is longer
-than the run, the learning rate never reaches its full value.""",
+    "lr_schedule": """The arguments of the scheduler's class in `torch.optim.lr_scheduler`, or of
+its function in `hybridtrain.step.lr_schedules`. A null `T_max`, `total_iters` or `total_steps` is
+set to the number of steps after the warm-up. If the warm-up is longer than the run, the learning
+rate never reaches its full value.""",
     "hardware": """The machine for which `hybridtrain plan` predicts a run, and for which `auto`
 keys are chosen; see [Planning](planning.md). `hardware=` also accepts `this-machine` (after
 `hybridtrain measure-machine`) and the path of a file with these keys.""",

@@ -434,7 +434,10 @@ class Encoded(Dataset[Any]):
     def describe(self, index: int) -> dict[str, Any]:
         """Returns the id and the texts of a sample; `predict` writes them next to the result."""
         sample = self.samples[index]
-        return {column: sample[column] for column in (*self._ids, *self.texts)}
+        ids = {column: sample[column] for column in self._ids}
+        # such as a date or bytes
+        ids = {key: x if isinstance(x, str | int | None) else str(x) for key, x in ids.items()}
+        return ids | {column: sample[column] for column in self.texts}
 
 
 class EncodedWords(Encoded):

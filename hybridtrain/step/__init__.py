@@ -5,6 +5,7 @@ in_progress        the current step: its batches, results, norm and decision
 finite_check       decides whether the optimizer may step
 non_finite         buffers to restore if not, and the origin of a non-finite value
 loss_mean          the mean loss over steps and replicas
+lr_schedules       learning-rate schedules that PyTorch lacks, for the command line
 param_groups       groups of parameters, and several optimizers combined into one
 sharded_optimizer  optimizer state sharded over the replicas
 """

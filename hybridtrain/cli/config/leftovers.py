@@ -13,7 +13,13 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from hybridtrain.cli.config.overrides import given_keys
-from hybridtrain.cli.config.schema import GROUP_KEYS, LOADER_KEYS, OPEN_GROUPS, WRAPPER_KEYS
+from hybridtrain.cli.config.schema import (
+    GROUP_KEYS,
+    LOADER_KEYS,
+    OPEN_GROUPS,
+    WARMUP_KEYS,
+    WRAPPER_KEYS,
+)
 from hybridtrain.cli.config.targets import not_taken
 
 if TYPE_CHECKING:
@@ -56,12 +62,13 @@ def leave_out_leftovers(settings: Settings) -> None:
     allow = settings.config.allow_targets
     for group, leftovers in settings.leftovers.items():
         values: dict[str, Any] = getattr(settings.config, group)
-        shared = (*LOADER_KEYS, *GROUP_KEYS, *WRAPPER_KEYS, "warmup_steps")
-        if "warmup_steps" in leftovers and (warmup := values.get("warmup_steps")):
-            settings.notes.append(
-                f"keeping {group}.warmup_steps={warmup} before {values['_target_']}; "
-                f"{group}.warmup_steps=0 turns it off"
-            )
+        shared = (*LOADER_KEYS, *GROUP_KEYS, *WRAPPER_KEYS, *WARMUP_KEYS)
+        settings.notes += [
+            f"keeping {group}.{key}={warmup} before {values['_target_']}; "
+            f"{group}.{key}=0 turns it off"
+            for key in WARMUP_KEYS
+            if key in leftovers and (warmup := values.get(key))
+        ]
         names = [name for name in leftovers if name not in shared]
         for name in not_taken(group, values, names, allow):
             if (value := values.pop(name, None)) is not None:

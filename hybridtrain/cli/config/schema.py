@@ -36,6 +36,10 @@ GROUP_KEYS = ("groups", "layer_decay")
 """The keys of `optim` that make parameter groups; the others are arguments of the optimizer."""
 
 
+WARMUP_KEYS = ("warmup_steps", "warmup_share")
+"""The keys of `lr_schedule` that set the warm-up; the others are arguments of the schedule."""
+
+
 WRAPPER_KEYS = ("lora",)
 """The keys of `model` that wrap the model (`hybridtrain.models.WRAPPERS`); the others are arguments
 of the `_target_`."""
@@ -413,7 +417,7 @@ class Config:
     """The optimizer's `_target_` and arguments, and `groups` and `layer_decay` for parameter
     groups."""
     lr_schedule: dict[str, Any] = field(default_factory=dict)
-    """The schedule's `_target_` and arguments, and `warmup_steps`."""
+    """The schedule's `_target_` and arguments, and `warmup_steps` or `warmup_share`."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     world: WorldConfig = field(default_factory=WorldConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

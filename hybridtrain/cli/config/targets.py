@@ -55,8 +55,8 @@ TARGETS: dict[str, Targets] = {
     "data": Targets("a data set of hybridtrain.datasets", ("hybridtrain.datasets",)),
     "optim": Targets("an optimizer of torch.optim", ("torch.optim",), "torch.optim:Optimizer"),
     "lr_schedule": Targets(
-        "a schedule of torch.optim.lr_scheduler",
-        ("torch.optim.lr_scheduler",),
+        "a schedule of torch.optim.lr_scheduler or hybridtrain.step.lr_schedules",
+        ("torch.optim.lr_scheduler", "hybridtrain.step.lr_schedules"),
         "torch.optim.lr_scheduler:LRScheduler",
     ),
     "trainer.metrics": Targets(
@@ -95,6 +95,7 @@ _FUNCTIONS: dict[str, Callable[[Any, str], Iterable[object]]] = {
     "torchvision.models": lambda module, _: map(module.get_model_builder, module.list_models()),
     "hybridtrain.models": _exported,
     "hybridtrain.datasets": _exported,
+    "hybridtrain.step.lr_schedules": _exported,
     "hybridtrain.loss": lambda losses, _: losses.LOSSES.values(),
     "torch.nn.functional": lambda module, _: (
         value

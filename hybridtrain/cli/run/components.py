@@ -20,7 +20,7 @@ from hybridtrain import observe
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.names import check_name
-from hybridtrain.cli.config.schema import AUTO, GROUP_KEYS, WRAPPER_KEYS, Config
+from hybridtrain.cli.config.schema import AUTO, GROUP_KEYS, WARMUP_KEYS, WRAPPER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
 from hybridtrain.errors import ConfigError, check_choice, naming
@@ -227,6 +227,9 @@ def _output_and_targets(target: Any, settings: Mapping[str, Any]) -> list[str]:
 
 _log = logging.getLogger(__name__)
 
+# of `inverse_sqrt` without a warm-up, as in transformers
+_TIMESCALE = 10_000
+
 
 def build_metrics(
     config: Config, loss_fn: LossFn, metadata: Mapping[str, Any] = {}
@@ -432,16 +435,15 @@ def build_lr_schedule(
 ) -> LRScheduler:
     """Returns the schedule that `config["_target_"]` names, stepped once per optimizer step.
 
-    During the first `warmup_steps`, the learning rate rises linearly from `1 / (warmup_steps + 1)`
-    of its value. A null `T_max`, `total_iters` or `total_steps` becomes the number of steps after
-    the warm-up.
+    During the first `warmup_steps`, or the first `warmup_share` of all steps, the learning rate
+    rises linearly from `1 / (warmup_steps + 1)` of its value. A null `T_max`, `total_iters` or
+    `total_steps` becomes the number of steps after the warm-up, and a null `timescale` the number
+    of its steps, or 10,000 without a warm-up.
 
     Raises:
         ConfigError: the target is not a schedule, or it does not accept a key.
     """
-    warmup = config.get("warmup_steps") or 0
-    if type(warmup) is not int or warmup < 0:
-        raise ConfigError(f"lr_schedule.warmup_steps={warmup} must be a number of steps, 0 or more")
+    warmup = _warmup_steps(config, total_steps)
     if warmup >= total_steps:
         _log.warning(
             "lr_schedule.warmup_steps=%d is not less than the %d steps of the run: the run ends "
@@ -451,6 +453,7 @@ def build_lr_schedule(
         )
     left = max(1, total_steps - warmup)
     lengths = {"T_max": left, "total_iters": left, "total_steps": left}
+    lengths["timescale"] = warmup or _TIMESCALE
     if "total_iters" not in config:  # it has a default
         del lengths["total_iters"]
     if "epochs" in config:  # the other way to set OneCycleLR's length
@@ -462,13 +465,32 @@ def build_lr_schedule(
         allow,
         positional=[optimizer],
         defaults=lengths,
-        ignore=["warmup_steps"],
+        ignore=WARMUP_KEYS,
     )
     check_lr_schedule(schedule)
     if not warmup:
         return schedule
     rise = LinearLR(optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
     return SequentialLR(optimizer, [rise, schedule], milestones=[warmup])
+
+
+def _warmup_steps(config: Mapping[str, Any], total_steps: int) -> int:
+    """Returns the number of steps of the warm-up.
+
+    Raises:
+        ConfigError: a key is out of range, or both are set.
+    """
+    warmup, share = (config.get(key) or 0 for key in WARMUP_KEYS)
+    if type(warmup) is not int or warmup < 0:
+        raise ConfigError(f"lr_schedule.warmup_steps={warmup} must be a number of steps, 0 or more")
+    if type(share) not in (int, float) or not 0 <= share < 1:
+        raise ConfigError(f"lr_schedule.warmup_share={share} must be a number from 0 to below 1")
+    if warmup and share:
+        raise ConfigError(
+            f"lr_schedule.warmup_steps={warmup} and lr_schedule.warmup_share={share} both set the "
+            "warm-up: set lr_schedule.warmup_steps=0, or lr_schedule.warmup_share=0"
+        )
+    return math.ceil(share * total_steps) if share else warmup
 
 
 def build_callbacks(config: Config, directory: RunDirectory) -> list[Callback]:
