@@ -143,9 +143,8 @@ def _refuse_dashes(words: Sequence[str], parser: argparse.ArgumentParser) -> Non
             raise ConfigError(f"there is no flag {flag}: did you mean {close}?")
         if not sign and number + 1 < len(words) and "=" not in words[number + 1]:
             value = words[number + 1]
-        raise ConfigError(
-            f"{word}: keys have no dashes: {OTHER_NAMES.get(name, KEYS.get(name, name))}={value}"
-        )
+        key = {**KEYS, **OTHER_NAMES, "lr": "optim.lr"}.get(name, name)
+        raise ConfigError(f"{word}: keys have no dashes: {key}={value}")
 
 
 def _print_on_main(text: str) -> int:

@@ -116,6 +116,12 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
             (["optim.lr=-1"], "optim.lr=-1: Invalid learning rate: -1"),
             (["+optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
             (["data.batch_size=x"], "data.batch_size=x must be a whole number of samples"),
+            (["data.batch_size=1e6"], "data.batch_size=1000000.0 must be a whole number"),
+            (["optim=AdamW"], "optim=AdamW is unknown: did you mean 'adamw'?"),
+            (
+                ["callbacks={early_stopping: {value: acc}}"],
+                "callbacks.early_stopping.value=acc is not a value of the evaluation",
+            ),
             (["data.workers=-1"], "data.workers=-1 must be a number of processes"),
             (["data.timeout_s=0"], "data.timeout_s=0 must be a positive number of seconds"),
             (["data.drop_last=maybe"], "data.drop_last=maybe must be true or false"),

@@ -39,5 +39,5 @@ def _text(node: ast.expr) -> str:
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.args:
         name = call.args[0]
         if call.func.id in ("argument", "setting") and isinstance(name, ast.Constant):
-            return f"{name.value}="
+            return str(name.value) + "="
     return "{}"

@@ -18,7 +18,6 @@ from hybridtrain.cli.config.schema import AUTO, PipelineConfig, WorldConfig
 from hybridtrain.cli.run.build import build_run
 from hybridtrain.cli.run.context import RunContext
 from hybridtrain.cli.run.moved_base import load_moved_base
-from hybridtrain.cli.run.resume import checkpoint_to_read
 from hybridtrain.cli.run.run_data import check_same_classes, say_other_data
 from hybridtrain.data import EvalLoader, length_of
 from hybridtrain.errors import ConfigError
@@ -65,7 +64,8 @@ def load_trained_run(
     loader = loader_of(context)
     if loader is None:
         raise ConfigError(f"data._target_={config.data['_target_']} has no evaluation split")
-    checkpoint = checkpoint_to_read(config.resume, context.store, context.world)
+    checkpoint = context.checkpoint
+    assert checkpoint is not None
     context.world.on_main(lambda: check_same_classes(checkpoint, context.data))
     if length_of(context.data.train) != 0:  # 0: it was not loaded
         context.world.on_main(lambda: say_other_data(checkpoint, context.data))

@@ -53,7 +53,7 @@ NAMING = Naming(
 # Names that other libraries use for keys of this one.
 OTHER_NAMES = {
     **{name: KEYS[argument] for name, argument in ARGUMENTS.items() if argument in KEYS},
-    **dict.fromkeys(["learning_rate", "base_lr", "lr"], "optim.lr"),
+    **dict.fromkeys(["learning_rate", "base_lr"], "optim.lr"),
     **dict.fromkeys(["resume_from_checkpoint", "ckpt_path"], "resume"),
 }
 

@@ -8,11 +8,13 @@ weights, the digest of the tokenizer's vocabulary decides.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from hybridtrain.cli.config.schema import Config
+from hybridtrain.cli.config import targets
+from hybridtrain.cli.config.schema import LOADER_KEYS, Config
 from hybridtrain.errors import CheckpointError, DataError, naming
 
 _GROUPS = ("model", "data")
@@ -52,7 +54,9 @@ def follow_moved_base(
     now = next((place for place in places if isinstance(place, str) and place != source), None)
     if now is None or not isinstance(source, str):
         return set()
-    if not (_tokenizer_is_moved(newest, source, now) if base is None else is_moved(newest, now)):
+    if not (
+        _tokenizer_is_moved(newest, config, source, now) if base is None else is_moved(newest, now)
+    ):
         return set()
     for group, name in named:
         if f"{group}.{name}" not in keys:
@@ -92,28 +96,47 @@ def _newest(checkpoints: Path) -> Path | None:
     return newest
 
 
-def _tokenizer_is_moved(checkpoint: Path, source: str, now: str) -> bool:
+def _tokenizer_is_moved(checkpoint: Path, config: Config, source: str, now: str) -> bool:
     """Returns True if a run's tokenizer is not at `source`, and the same one is at `now`.
 
     Raises:
         CheckpointError: the tokenizer at `now` has another vocabulary.
     """
     from hybridtrain.checkpoint import read_manifest, read_tree
-    from hybridtrain.datasets.tokenizing import load_tokenizer, vocabulary_digest
 
     state = read_tree(checkpoint, "state", read_manifest(checkpoint)["files"])
-    recorded = (state.get("dataset") or {}).get("vocabulary")
-    if recorded is None:
+    record = state.get("dataset") or {}
+    recorded, metadata = record.get("vocabulary"), record.get("metadata")
+    if recorded is None or metadata is None:
         return False
     with suppress(DataError):
-        load_tokenizer(source)
-        return False
-    with naming({"tokenizer": "data.tokenizer"}):
-        vocabulary = vocabulary_digest(load_tokenizer(now))
-    if vocabulary != recorded:
+        _vocabulary(config, metadata, source)
+        return False  # it is still there
+    vocabulary = _vocabulary(config, metadata, now)
+    if vocabulary is not None and vocabulary != recorded:
         raise CheckpointError(
             f"{checkpoint} was trained with the tokenizer of {source}, of {recorded}, but the "
             f"tokenizer of {now} has {vocabulary}: set data.tokenizer= to the place of the same "
             f"tokenizer"
         )
-    return True
+    return vocabulary is not None
+
+
+def _vocabulary(config: Config, metadata: Mapping[str, Any], place: str) -> str | None:
+    """Returns the digest of the vocabulary of the run's data with the tokenizer of `place`.
+
+    Raises:
+        DataError: there is no tokenizer.
+    """
+    from hybridtrain.data import DataSplits  # imports torch
+
+    data = {**config.data, "tokenizer": place, "predict_path": None}
+    target, arguments = targets.check(
+        "data", data, DataSplits, config.allow_targets, ignore=LOADER_KEYS
+    )
+    load = getattr(target, "for_trained_models", None)
+    if load is None:
+        return None
+    with naming({name: f"data.{name}" for name in arguments}):
+        vocabulary: str | None = load(metadata, **arguments).vocabulary
+    return vocabulary

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -206,11 +207,13 @@ def prepare_run(
 
     directory, store = _open_directory(settings, agreed_config, joined, writes)
     weights: Tensor | None = None
+    checkpoint: Path | None = None
     if trained:
         check_trained(agreed_config.resume, store, joined)
-        checkpoint = checkpoint_to_read(agreed_config.resume, store, joined)
+        checkpoint = read = checkpoint_to_read(agreed_config.resume, store, joined)
         if settings.uses("loss"):
-            weights = joined.from_main(lambda: recorded_class_weights(checkpoint))
+            recorded = joined.from_main(lambda: recorded_class_weights(read))
+            weights = None if recorded is None else torch.tensor(recorded, dtype=torch.float32)
         counts = settings.uses("loss") and weights is None
         counts &= agreed_config.trainer.class_weights == AUTO  # by an earlier release
         data = load_data(agreed_config, joined) if counts else None
@@ -240,7 +243,18 @@ def prepare_run(
     inputs, targets = example_of_run(config, data, world)
     build = partial(build_model, config, data)
     return PreparedRun(
-        settings, config, directory, store, world, data, build, inputs, targets, options, weights
+        settings,
+        config,
+        directory,
+        store,
+        world,
+        data,
+        build,
+        inputs,
+        targets,
+        options,
+        weights,
+        checkpoint,
     )
 
 

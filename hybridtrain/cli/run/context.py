@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ class PreparedRun:
         example_targets: the targets of the same batch.
         options: the options of `config`.
         class_weights: the class weights of the loss, or None.
+        checkpoint: the checkpoint that a command on a trained run reads; None for other commands.
     """
 
     settings: Settings
@@ -72,6 +74,7 @@ class PreparedRun:
     example_targets: Any
     options: RunOptions
     class_weights: Tensor | None
+    checkpoint: Path | None
 
 
 @dataclass(frozen=True)

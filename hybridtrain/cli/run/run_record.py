@@ -40,10 +40,10 @@ def _recorded(checkpoint: Path, name: str) -> Any:
     return read_tree(checkpoint, "state", read_manifest(checkpoint)["files"]).get(name)
 
 
-def recorded_class_weights(checkpoint: Path) -> Tensor | None:
-    """Returns the class weights of the training loss, float32 of shape (classes,), or None."""
-    weights = (_recorded(checkpoint, "loss") or {}).get("class_weights")
-    return None if weights is None else torch.tensor(weights, dtype=torch.float32)
+def recorded_class_weights(checkpoint: Path) -> list[float] | None:
+    """Returns the class weights of the training loss, or None."""
+    weights: list[float] | None = (_recorded(checkpoint, "loss") or {}).get("class_weights")
+    return weights
 
 
 def had_class_targets(checkpoint: Path, config: Config) -> bool:
