@@ -12,6 +12,8 @@ intra_op_threads the number of threads that a kernel on the CPU uses
 joining, values  checks for merging outputs, and the kinds of values in outputs
 microbatch       cuts a batch into micro-batches
 objects          sends values between processes, encoded by the codec
+patched_forwards forwards that a script has assigned, in copies of their modules
+patched_forwards forwards that libraries have put on a module, in its copies
 plain_numbers    numbers of NumPy and other libraries as Python numbers
 precision        autocast, and the thread-local state that engine threads inherit
 problem          an error of one process, sent to the others so that all raise it

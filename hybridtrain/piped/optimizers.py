@@ -27,14 +27,18 @@ class StaleOptimizers:
     def __init__(self, net: nn.Module) -> None:
         self._net = net
         self._handle: Any = None
-        self._seen: dict[int, tuple[str, weakref.ref[nn.Parameter]]] = {}
-        self.look()
+        # not weakly, because PyTorch swaps no tensor that has a weak reference
+        self._held = dict(net.named_parameters())
+        self._gone: dict[int, tuple[str, weakref.ref[nn.Parameter]]] = {}
 
     def look(self) -> None:
         """Notes the parameters of the model; if one is gone, watches optimizers from now on."""
-        names = {id(parameter): name for name, parameter in self._net.named_parameters()}
-        alive = {key: value for key, value in self._seen.items() if value[1]() is not None}
-        if self._handle is None and not alive.keys() <= names.keys():
+        held, self._held = self._held, dict(self._net.named_parameters())
+        numbers = set(map(id, self._held.values()))
+        for name, parameter in held.items():
+            if id(parameter) not in numbers:
+                self._gone[id(parameter)] = name, weakref.ref(parameter)
+        if self._gone and self._handle is None:
             check = weakref.WeakMethod(self._check)
 
             def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -43,8 +47,6 @@ class StaleOptimizers:
 
             self._handle = register_optimizer_step_pre_hook(hook)
             weakref.finalize(self, self._handle.remove)
-        now = {id(p): (name, weakref.ref(p)) for name, p in self._net.named_parameters()}
-        self._seen = alive | now
 
     def _check(self, optimizer: Optimizer) -> None:
         """Checks an optimizer before its step.
@@ -57,7 +59,7 @@ class StaleOptimizers:
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         numbers = set(map(id, updated))
         for parameter in updated:
-            name, seen = self._seen.get(id(parameter), ("", None))
+            name, seen = self._gone.get(id(parameter), ("", None))
             now = parameters.get(name)
             if seen is None or seen() is not parameter or now is None or now is parameter:
                 continue

@@ -130,9 +130,9 @@ def _refuse_fixed_order(settings: Mapping[str, Any]) -> None:
     for name in ("replicas", "fixed_replicas"):
         if name in settings:
             raise ConfigError(
-                f"{argument(name)} makes results independent of the number of processes, which "
-                "needs batches that are, too, and a trainer's own data is cut by processes: use "
-                "World.from_env(replicas=...) with HybridModel and Session, or leave it out"
+                f"{argument(name)} makes results independent of the number of processes, but "
+                "a trainer cuts its data by processes: use Session(world=World.from_env("
+                "replicas=...)), or leave it out"
             )
 
 

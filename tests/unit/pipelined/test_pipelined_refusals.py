@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from hybridtrain import pipelined, unpipelined
+from hybridtrain import Session, World, pipelined, unpipelined
 from hybridtrain.errors import BatchError, ConfigError, UserError
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -80,8 +80,10 @@ def test_parameters_that_are_replaced_after_the_optimizer_was_made():
 
 
 def test_results_that_do_not_depend_on_the_number_of_processes():
-    with pytest.raises(ConfigError, match=r"replicas= makes results .*Session"):
+    with pytest.raises(ConfigError, match=r"use Session\(world=World.from_env\(replicas=...\)\)"):
         pipe(replicas=4)
+    with Session(world=World.from_env(nb_part=2, devices="cpu", replicas=4)) as session:
+        assert session.world.logical_replicas == 4
 
 
 def test_fully_sharded_data_parallel():

@@ -133,3 +133,63 @@ def test_preferences(tmp_path, tokenizer, adapter):
     """The reference model is the model without its adapter, or a copy."""
     data = rows("prompt", "chosen", "rejected")
     assert_alike(tmp_path, tokenizer, adapter, data, preferences=True)
+
+
+def settings(kind, folder, **more):
+    return kind(
+        output_dir=str(folder),
+        per_device_train_batch_size=6,
+        max_steps=3,
+        learning_rate=0.05,
+        optim="sgd",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        **more,
+    )
+
+
+def rewards(folder, tokenizer, model):
+    return trl.RewardTrainer(
+        model=model,
+        args=settings(trl.RewardConfig, folder),
+        train_dataset=rows("chosen", "rejected"),
+        processing_class=tokenizer,
+    )
+
+
+def policy(folder, tokenizer, model):
+    prompts = [{"prompt": " ".join(WORDS[i : i + 4])} for i in range(18)]
+    return trl.GRPOTrainer(
+        model=model,
+        args=settings(trl.GRPOConfig, folder, num_generations=3, max_completion_length=6),
+        train_dataset=datasets.Dataset.from_list(prompts),
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+    )
+
+
+def scorer():
+    config = llama().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    return transformers.LlamaForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(("trainer_of", "make"), [(rewards, scorer), (policy, llama)])
+def test_trainers_of_rewards_and_of_policies(tmp_path, tokenizer, trainer_of, make):
+    """The second one generates texts between its steps."""
+    results = []
+    for wrap in (lambda model: model, piped):
+        trainer = trainer_of(tmp_path, tokenizer, wrap(make()))
+        torch.manual_seed(1)
+        trainer.train()
+        log = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+        results.append((log, weights))
+    assert any(results[0][0])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
