@@ -138,9 +138,9 @@ def test_a_table_is_read_with_any_common_separator_and_without_the_index_of_pand
         line = str(data)
         assert (f"separator {name}" in line) == (name != "comma")
         assert "2 columns without a name not read" in line
-    Path("a.csv").write_text("sep=;\ntext;label, of the film\na;0\nb;1\n")
+    Path("a.csv").write_text("sep=;\ntext;label, of the film\nthe plot;0\na plot;1\n")
     assert hf_datasets("a.csv", "tokenizer.json", target="label, of the film").train
-    Path("a.csv").write_text("text;label\na;0\nb;1\n")
+    Path("a.csv").write_text("text;label\nthe plot;0\na plot;1\n")
     with pytest.raises(DataError, match="no such column; it has text;label"):
         hf_datasets("a.csv", "tokenizer.json", separator=",")
     with pytest.raises(DataError, match="separator=ab must be one character, or comma"):

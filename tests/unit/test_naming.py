@@ -57,7 +57,7 @@ def names_that_the_command_line_binds() -> set[str]:
         names |= {option.name for option in fields(options)}
     for function in filter(callable, called):
         names |= set(inspect.signature(function).parameters)
-    return names - {"self", "args", "kwargs"}
+    return names - {"self", "args", "kwargs", "optimizer"}  # which is passed to a schedule
 
 
 def _is_message(node: ast.AST) -> bool:

@@ -136,7 +136,7 @@ PLACES = (
         searched=True,
     ),
     Place(
-        ("model.source",),
+        ("model.source", "data.model_source"),
         "read",
         "the config of a model: a folder, or a name on the Hub",
         searched=True,

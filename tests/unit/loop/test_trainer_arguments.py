@@ -117,7 +117,7 @@ def test_an_unknown_setting_of_a_callback_is_named_with_the_one_that_was_meant(m
 @pytest.mark.parametrize("batch_size", [0, -4, 2.5, None])
 @pytest.mark.parametrize("kind", [Loader, EvalLoader, TrainLoader, StreamLoader])
 def test_a_batch_size_that_is_no_number_of_samples_is_refused(kind, batch_size):
-    with pytest.raises(ConfigError, match=f"batch_size={batch_size} must be a positive number of"):
+    with pytest.raises(ConfigError, match=f"batch_size={batch_size} must be a whole"):
         kind(DATA, batch_size=batch_size, world=cpu_world(1))
 
 

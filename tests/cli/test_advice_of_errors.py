@@ -1,7 +1,8 @@
 """What an error tells the user to type is typed here, and gets further.
 
 `TRIED` has the errors, each with what a user types to get it and to follow its advice. The file
-`advice_not_tried.txt` has those that wait for a test. A new error with advice fails
+`advice_not_tried.txt` has those that wait for a test, `ELSEWHERE` those that other files try. A new
+error with advice fails
 `test_every_advice_is_tried_or_waits_for_its_test` until it has a case here.
 """
 
@@ -79,6 +80,14 @@ def bert_with_labels(*labels: object, words: int = 3) -> Callable[[], None]:
         Path("reviews.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     return write
+
+
+def tables_with_two_separators() -> None:
+    bert()
+    Path("both").mkdir()
+    for name, separator in (("a", ";"), ("b", "|")):
+        rows = "".join(f"good film{separator}{label}\n" for label in "xy" * 6)
+        Path(f"both/{name}.csv").write_text(f"text{separator}label\n{rows}")
 
 
 def another_tokenizer() -> None:
@@ -237,12 +246,40 @@ TRIED = [
          setup=bert_without_tokenizer),
     Case("the folder has no tokenizer", TEXTS, (("data.tokenizer=./words",),),
          setup=bert_without_tokenizer),
+    Case("have different separators: read one of them", (*TEXTS, "data.path=both"),
+         (("data.separator=';'",),), setup=tables_with_two_separators),
+    Case("both set the warm-up",
+         (*SMALL, "run_name=new", "lr_schedule.warmup_steps=2", "lr_schedule.warmup_share=0.5"),
+         (("lr_schedule.warmup_steps=0",), ("lr_schedule.warmup_share=0",))),
 ]  # fmt: skip
+
+
+ELSEWHERE = {
+    "generates no text, which data.task=seq2seq needs": (
+        "test_predict.py",
+        "test_texts_are_not_predicted_but_generated_by_the_export_that_the_error_names",
+    ),
+    "the chat template does not render them": (
+        "test_fine_tuning.py",
+        "test_what_is_wrong_in_a_chat_file_is_fixed_by_the_key_that_the_error_names",
+    ),
+    "columns ({}), separated by {}": (
+        "test_real_files.py",
+        "test_what_is_wrong_in_a_table_is_fixed_by_the_key_that_the_error_names",
+    ),
+}
+"""Errors whose advice a test of another file types: a part of the error, the file and the test."""
+
+
+@pytest.mark.parametrize(("file", "test"), ELSEWHERE.values())
+def test_a_test_that_tries_an_advice_elsewhere_exists(file: str, test: str) -> None:
+    assert f"def {test}(" in Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
 def test_every_advice_is_tried_or_waits_for_its_test() -> None:
     sources = [*advice_in(*PACKAGES)]
-    tried = {case.part: [text for text in sources if case.part in text] for case in TRIED}
+    parts = [*(case.part for case in TRIED), *ELSEWHERE]
+    tried = {part: [text for text in sources if part in text] for part in parts}
     assert {part: texts for part, texts in tried.items() if len(texts) != 1} == {}
     waiting = NOT_TRIED.read_text(encoding="utf-8").splitlines()
     others = {*sources} - {text for texts in tried.values() for text in texts}
