@@ -254,6 +254,7 @@ CUT = """() => [
 ]"""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("width", [420, 1200])
 def test_a_page_of_a_sweep_is_whole_on_a_phone_and_on_a_laptop(
     width: int, finished: Path, tmp_path: Path, browser_page: BrowserPage
