@@ -561,7 +561,7 @@ class HybridModel:
         self._check_synchronised(len(sizes))
         # first-step checks use the first logical replica's share, which is a whole batch for them
         compared = first_share(inputs), cut.of_first_share
-        kind = self._checked_kind(*compared, cut, trains=True)
+        kind = self._checked_kind(*compared, len(sizes), trains=True)
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.to_output_device(targets))
         loss = self.resolve_loss(loss_fn)
@@ -800,7 +800,9 @@ class HybridModel:
         self._follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
-        kind = self._checked_kind(first_share(inputs), cut.of_first_share, cut, trains=False)
+        kind = self._checked_kind(
+            first_share(inputs), cut.of_first_share, len(cut.sizes), trains=False
+        )
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.to_output_device(targets))
 
@@ -905,9 +907,7 @@ class HybridModel:
             NotExactError: the pipeline computes something else than plain PyTorch.
         """
         self.split_for(Microbatch(split(inputs, sizes)[0]))
-        kind = self.pipeline.kinds.of(inputs, sizes, trains)
-        self._self_check.check_batch(inputs, sizes, kind, trains=trains)
-        return kind
+        return self._checked_kind(inputs, sizes, len(sizes), trains)
 
     def verify(
         self,
@@ -1137,17 +1137,17 @@ class HybridModel:
         return cut
 
     def _checked_kind(
-        self, inputs: Any, sizes: Sequence[int], cut: MicrobatchCut, trains: bool
+        self, inputs: Any, sizes: Sequence[int], microbatches: int, trains: bool
     ) -> StepKind:
         """Returns the kind of a step, after the self-check if it is due.
 
         Args:
-            inputs: the inputs of the first logical replica's share.
+            inputs: the inputs of the batch, or of the first logical replica's share.
             sizes: the sizes of its micro-batches.
-            cut: the cut of the whole batch.
+            microbatches: the number of micro-batches of all shares.
             trains: whether a backward follows.
         """
-        kind = self.pipeline.kinds.of(inputs, sizes, trains, len(cut.sizes))
+        kind = self.pipeline.kinds.of(inputs, sizes, trains, microbatches)
         self._self_check.check_batch(inputs, sizes, kind, trains=trains)
         return kind
 

@@ -29,14 +29,14 @@ def load_yaml(text: str) -> Any:
     return yaml.safe_load(check_expansion(text))
 
 
-def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Returns the number of values of a node; those of an alias count again."""
-    if id(node) not in known:
-        known[id(node)] = MOST_VALUES + 1  # a node inside of itself
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Returns the number of values of a node; an alias counts its values again."""
+    if id(node) not in sizes:
+        sizes[id(node)] = MOST_VALUES + 1  # a node inside of itself
         inner: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
             inner = node.value
-        known[id(node)] = 1 + sum(_size(part, known) for part in inner)
-    return known[id(node)]
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in inner)
+    return sizes[id(node)]

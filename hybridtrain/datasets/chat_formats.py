@@ -128,10 +128,10 @@ def format_of(features: Mapping[str, Any], column: str, split: str) -> ChatForma
     if column in features:
         return ChatFormat("", (column,), ("system",), _turns(column))
     _refuse_preferences(features, split)
-    for known in FORMATS if column == MESSAGES else ():
-        if all(name in features for name in known.columns):
-            return known
-    shown = "; ".join(f"{', '.join(known.columns)} ({known.name})" for known in FORMATS)
+    for chat_format in FORMATS if column == MESSAGES else ():
+        if all(name in features for name in chat_format.columns):
+            return chat_format
+    shown = "; ".join(f"{', '.join(other.columns)} ({other.name})" for other in FORMATS)
     others = f". Other formats have the columns {shown}" if column == MESSAGES else ""
     raise DataError(
         f"{setting('messages', column)}: the {split} split has no such column; it has "

@@ -201,8 +201,8 @@ class LayerRNG:
         """
         self._seen.add(layer)
         # a recomputation repeats the first of them
-        before = self.counts.get((unit, microbatch), 0)
-        self.counts[unit, microbatch] = max(before, operations)
+        counted = self.counts.get((unit, microbatch), 0)
+        self.counts[unit, microbatch] = max(counted, operations)
 
 
 _CPU_GENERATOR = torch.default_generator

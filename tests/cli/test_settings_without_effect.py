@@ -50,3 +50,4 @@ def test_a_setting_without_effect_or_sense_is_refused(
 @pytest.mark.quick_cases(2)
 def test_what_has_an_effect_is_taken(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     succeed(capfd, *SMALL, *words)
+    assert Path("outputs/digits/summary.json").exists()

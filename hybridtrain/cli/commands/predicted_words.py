@@ -33,11 +33,11 @@ def words_of(
         for place in first_tokens
     ]
     classes = [name for name, _ in words]
-    found: dict[str, list[Any]] = {
+    columns: dict[str, list[Any]] = {
         "classes": classes,
         "probabilities": [probability for _, probability in words],
     }
-    return found | ({"spans": spans_of(classes)} if are_tags(names) else {})
+    return columns | ({"spans": spans_of(classes)} if are_tags(names) else {})
 
 
 def are_tags(names: Sequence[Any]) -> bool:

@@ -447,18 +447,18 @@ class RehearsedLayers:
         )
         state = torch.is_grad_enabled(), torch.is_autocast_enabled(device.type)
         key = self._structures[position], spec, formats, state
-        known = trip.known.get(key) if not (stashes or trip.layer.pops) else None
-        if known is not None:
-            output, draws = known
+        rehearsed = trip.known.get(key) if not (stashes or trip.layer.pops) else None
+        if rehearsed is not None:
+            output, draws = rehearsed
             trip.draws.skip(draws)
             trip.rehearsal.outputs.append(output.after(trip.draws.counts))
             return output.new(trip._mode, device, (args, kwargs))
-        before = trip.draws.operations
+        draws_before = trip.draws.operations
         returned = trip.on_fakes(self._modules[position], args, kwargs)
         values = (returned, trip.stashed(trip.layer)) if stashes else returned
         leaves_of(values)  # registers dataclasses
         output = LayerOutput(values, (args, kwargs), trip.draws.counts)
-        trip.known[key] = output, trip.draws.operations - before
+        trip.known[key] = output, trip.draws.operations - draws_before
         trip.rehearsal.outputs.append(output)
         return returned
 

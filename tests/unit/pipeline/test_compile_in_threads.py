@@ -22,6 +22,7 @@ class Compiler:
 
     Attributes:
         count: how many forwards and backwards it has compiled.
+        threads: the names of the threads that have compiled.
         overlaps: whether two compilations have run at the same time.
         pause: called in each compilation, inside PyTorch's own tracing.
         note_run: called when compiled code runs.
@@ -29,6 +30,7 @@ class Compiler:
 
     def __init__(self):
         self.count = Counter()
+        self.threads = set()
         self.overlaps = False
         self.pause = lambda: time.sleep(0.05)
         self.note_run = lambda: None
@@ -38,6 +40,7 @@ class Compiler:
         self._active += 1
         self.overlaps |= self._active > 1
         self.count[kind] += 1
+        self.threads.add(threading.current_thread().name)
 
         def traced(x):
             self.pause()
@@ -95,6 +98,9 @@ def test_stages_never_compile_at_the_same_time(compiler, recompute):
         model.train_step(x, y, F.mse_loss)
         assert_same_gradients(ours, plain)
     assert not compiler.overlaps
+    # threads of the pipeline; how many of them is left to the scheduler
+    assert compiler.threads
+    assert all(name.startswith("stages-") for name in compiler.threads)
     assert compiler.count["forward"] == compiler.count["backward"] >= 3
 
 
