@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridtrain._base import codec
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.adapter import BaseWeights
-from hybridtrain._base.joining import JoinProof, check_same_but_samples
 from hybridtrain._base.microbatch import (
     Microbatch,
     MicrobatchCut,
@@ -44,15 +43,9 @@ from hybridtrain.graph import check_unwrapped, is_chain, layers_of
 from hybridtrain.loss import (
     BatchWeight,
     CountedLoss,
-    LogProbabilityCheck,
     LossFn,
-    ModelLossProof,
-    OutputProof,
-    SeenLosses,
     ShareLoss,
     StepWeights,
-    is_of_model,
-    model_output,
     resolve,
     zero_of,
 )
@@ -77,7 +70,7 @@ from hybridtrain.pipeline import (
     with_sync_batch_norm,
 )
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification import CutModel, ForwardCheck, Verification, undone, verify
+from hybridtrain.verification import CutModel, FirstSteps, ForwardCheck, Verification, verify
 from hybridtrain.world import World
 
 _FROM_SPLIT = ("pipeline", "plan", "planned", "stages")
@@ -434,9 +427,6 @@ class HybridModel:
         self._sequence_first = sequence_first_layer(net)
         self._resolved: tuple[LossFn, CountedLoss] | None = None  # the most recent loss
         self._says_no_graph = False  # warn only once
-        self._seen_losses = SeenLosses()  # checked numerically in their first step
-        self._read_losses = SeenLosses()  # whose autograd graph the last stage has inspected
-        self._join_proof = JoinProof()
         if world.fixed_replicas is not None:
             check_fixed_replicas(options, world)
         if options.shard != "none" and world.data_parallel_size == 1:
@@ -473,7 +463,7 @@ class HybridModel:
     def _cut_into(self, plan: Plan, planned: PlannedLayers) -> None:
         net, world, options = self.net, self.world, self.options
         self.pipeline = Pipeline(net, plan, planned, world, options, rng=self.rng)
-        self._self_check = ForwardCheck(CutModel(net, plan, planned, options, world))
+        self._checks = FirstSteps(CutModel(net, plan, planned, options, world), self.pipeline)
         self.plan = plan
         self.planned = planned
         self.stages = self.pipeline.stages
@@ -499,6 +489,11 @@ class HybridModel:
             return self.pipeline.run_forward(
                 schedule, parts.__getitem__, head, places, self._batch_check, kind
             )
+
+    def _evaluate(self, parts: Sequence[Any], head: Head) -> list[Any]:
+        """Runs a forward without dropout and without updates of running statistics."""
+        with self.evaluating():
+            return self._run_forward(parts, head)
 
     def _forward_schedule(self, chunks: int) -> Schedule:
         options, devices = self.options, self.world.nb_part
@@ -571,7 +566,15 @@ class HybridModel:
             raise BatchError("weight= belongs to another batch: pass step_weights in batch order")
         batch_weight = weight
         is_whole = batch_weight.is_single_microbatch
-        proof = self._proof(loss, compared[0], first_share(targets), compared[1], is_whole)
+        proof = self._checks.of_loss(
+            loss,
+            compared[0],
+            first_share(targets),
+            compared[1],
+            is_whole=is_whole,
+            has_targets=self._batch_check.has_targets,
+            evaluate=self._evaluate,
+        )
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             if proof is not None and microbatch < len(compared[1]):
@@ -621,56 +624,6 @@ class HybridModel:
         batches, chunks = [(inputs, targets)], self.options.chunks
         return StepWeights(loss, batches, chunks, self.world, total=total, weight=weight)[0]
 
-    def _proof(
-        self, loss: CountedLoss, inputs: Any, targets: Any, sizes: Sequence[int], is_whole: bool
-    ) -> OutputProof | LogProbabilityCheck | None:
-        """Returns the check for the outputs of a loss's first step, or None if it needs none.
-
-        A collective call in the pipeline: for a loss computed by the model it runs a forward.
-
-        Args:
-            loss: the loss of the step.
-            inputs: the inputs of the batch.
-            targets: the targets of the batch.
-            sizes: the sizes of its micro-batches.
-            is_whole: the step has one micro-batch, so no mean over micro-batches is taken.
-        """
-        if loss.is_known_reduction and not loss.takes_log_probabilities:
-            return None
-        is_one = is_whole or sum(sizes) == 1
-        if not self._seen_losses.is_new(loss, divided=not is_one):
-            return None
-        if not self._batch_check.has_targets(targets):
-            targets = None
-        if is_one and is_of_model(loss, targets):
-            return None
-        if loss.is_known_reduction or is_one:
-            return LogProbabilityCheck(loss, targets, sum(sizes))
-
-        def warn(text: str, *args: object) -> None:
-            if self.world.data_parallel_rank == 0 and self._seen_losses.should_warn(loss):
-                log.warning(text, *args)
-
-        if not is_of_model(loss, targets):
-            return OutputProof(loss, inputs, targets, sizes, warn)
-        proof = ModelLossProof(loss, inputs, targets, sizes, warn)
-        try:
-            # evaluation mode: no dropout, no update of running statistics
-            with self.evaluating(), torch.no_grad():
-                self._run_forward(proof.inputs, proof.head)
-        except ConfigError:
-            raise
-        except Exception as error:
-            if self.world.pipeline_group is not None:  # the other processes wait
-                error.add_note("in an evaluation that compares the model's loss with its count")
-                raise
-            log.warning(
-                "could not compare the loss with its count: the evaluation failed: %s", error
-            )
-        # also check in the step itself, if the loss is computed from per-sample outputs
-        is_output = loss.function is model_output
-        return None if is_output else OutputProof(loss, inputs, targets, sizes, warn)
-
     def step_weights(
         self,
         batches: Sequence[tuple[Any, Any]],
@@ -707,12 +660,6 @@ class HybridModel:
         """Returns `loss_fn` wrapped with its count; see `loss.resolve`."""
         if self._resolved is None or self._resolved[0] is not loss_fn:
             self._resolved = loss_fn, resolve(loss_fn, self.net)
-            if (
-                self.is_split
-                and self.owns_output
-                and self._read_losses.is_new(self._resolved[1], divided=False)
-            ):
-                self.stages[-1].expect_new_loss()
         return self._resolved[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -758,29 +705,8 @@ class HybridModel:
         sizes = MicrobatchCut(self.options.chunks, inputs).sizes
         if outputs:
             check_samples(outputs, sizes)
-        inputs = first_share(inputs)
-        total = batch_size(inputs)
-        other_size = sizes[0] + 1 if total > sizes[0] else sizes[0] - 1
-        if self.training or not other_size:
-            return
-        if not self.pipeline.any_process(self._join_proof.asks(outputs, sizes)):
-            return
-        part = split(inputs, [other_size, total - other_size])[0]
-        try:
-            with torch.no_grad(), undone(self.net, self.world.devices):
-                others = self._run_forward([part], lambda _, output: HeadOutput(output))
-        except Exception as error:
-            if self.world.pipeline_group is not None:  # the other processes wait
-                error.add_note(
-                    f"in a forward of {other_size} samples, see hybridtrain._base.joining"
-                )
-                raise
-            log.warning(
-                "could not check that outputs can be joined: %s samples: %s", other_size, error
-            )
-            return
-        if outputs:
-            check_same_but_samples(outputs[0], sizes[0], others[0], other_size)
+        if not self.training:
+            self._checks.of_outputs(first_share(inputs), outputs, sizes, self._run_forward)
 
     def map_outputs(
         self, inputs: Any, targets: Any, function: Callable[[Any, Any], Any]
@@ -936,7 +862,7 @@ class HybridModel:
 
     def without_self_check(self) -> AbstractContextManager[None]:
         """Disables `self_check` inside the block."""
-        return self._self_check.off()
+        return self._checks.without_forward_check()
 
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context for `precision`; fp32 keeps the caller's autocast."""
@@ -1148,7 +1074,7 @@ class HybridModel:
             trains: whether a backward follows.
         """
         kind = self.pipeline.kinds.of(inputs, sizes, trains, microbatches)
-        self._self_check.check_batch(inputs, sizes, kind, trains=trains)
+        self._checks.before(inputs, sizes, kind, trains=trains)
         return kind
 
     def _check_synchronised(self, microbatches: int) -> None:

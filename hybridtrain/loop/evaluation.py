@@ -20,7 +20,6 @@ from hybridtrain.data import EvalLoader
 from hybridtrain.errors import ConfigError
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loss import (
-    LogProbabilityCheck,
     LossFn,
     Metric,
     MicrobatchCounts,
@@ -28,6 +27,7 @@ from hybridtrain.loss import (
     named_values,
 )
 from hybridtrain.model import HybridModel
+from hybridtrain.verification import LogProbabilityCheck
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)

@@ -4,9 +4,6 @@ by_name              the losses that a config can name
 counted              `CountedLoss`, which every loss is resolved to
 weights              the weights of the batches and micro-batches of a step
 transformers_counts  counts for transformers models that return their own loss
-proof                compares a loss with its count in the first step,
-captures             by calling a copy of the loss
-replayed_draws       with the same random numbers
 metrics              the metrics of an evaluation
 class_metrics        classification metrics by name, from torchmetrics
 """
@@ -22,7 +19,6 @@ from hybridtrain.loss.by_name import (
     mse,
     nll,
 )
-from hybridtrain.loss.captures import SeenLosses
 from hybridtrain.loss.counted import (
     CountedLoss,
     MeanLoss,
@@ -37,22 +33,18 @@ from hybridtrain.loss.metrics import (
     Metric,
     check_reported,
     direction,
+    field_of,
     main_output,
     metric_of,
     named_values,
 )
-from hybridtrain.loss.proof import (
-    LogProbabilityCheck,
-    ModelLossProof,
-    OutputProof,
-    is_of_model,
-)
-from hybridtrain.loss.transformers_counts import count_of_output
+from hybridtrain.loss.transformers_counts import WAY_OUT, count_of_output
 from hybridtrain.loss.weights import (
     BatchWeight,
     MicrobatchCounts,
     ShareLoss,
     StepWeights,
+    copied_to_host,
     microbatch_weights,
 )
 
@@ -60,17 +52,14 @@ __all__ = [
     "IGNORED",
     "LOSSES",
     "METRICS",
+    "WAY_OUT",
     "Accuracy",
     "BatchWeight",
     "CountedLoss",
-    "LogProbabilityCheck",
     "LossFn",
     "MeanLoss",
     "Metric",
     "MicrobatchCounts",
-    "ModelLossProof",
-    "OutputProof",
-    "SeenLosses",
     "ShareLoss",
     "StepWeights",
     "SumLoss",
@@ -78,10 +67,11 @@ __all__ = [
     "balanced_weights",
     "check_metric",
     "check_reported",
+    "copied_to_host",
     "count_of_output",
     "cross_entropy",
     "direction",
-    "is_of_model",
+    "field_of",
     "main_output",
     "metric_of",
     "microbatch_weights",

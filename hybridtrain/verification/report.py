@@ -40,9 +40,10 @@ from hybridtrain._base.tensors import put_values
 from hybridtrain._base.text_table import text_table
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
 from hybridtrain.graph import arguments_of
-from hybridtrain.loss import BatchWeight, CountedLoss, LossFn, is_of_model
+from hybridtrain.loss import BatchWeight, CountedLoss, LossFn
 from hybridtrain.pipeline import ReplayedDraws, remove_aliases
 from hybridtrain.verification.comparison import Calls, difference
+from hybridtrain.verification.loss_proof import is_of_model
 from hybridtrain.verification.module_copy import copy_modules
 from hybridtrain.verification.python_state import PythonState
 
@@ -479,7 +480,7 @@ class _Comparison:
         plain_replicas.finish()
         if model.owns_output:
             self._add("loss of the step", name, result.loss, weights.mean(values))
-            self._compare_whole_loss(batch, recorded, weights.mean(values))
+            self._compare_whole_loss(batch, recorded, values)
         self._compare_gradients()
         if model.options.batch_norm == "deferred":  # its running statistics intentionally differ
             self._take_buffers()
@@ -502,7 +503,9 @@ class _Comparison:
                 largest = float(added.to_dense().abs().max())
                 self._terms[name] = self._terms.get(name, 0.0) + largest
 
-    def _compare_whole_loss(self, batch: _Batch, recorded: _Recorded, mean: Tensor) -> None:
+    def _compare_whole_loss(
+        self, batch: _Batch, recorded: _Recorded, values: Sequence[Tensor]
+    ) -> None:
         """Compares the loss of all micro-batches' joined outputs with the mean of their losses."""
         if len(batch.parts) == 1 or is_of_model(self._loss, batch.targets):
             return
@@ -517,7 +520,7 @@ class _Comparison:
             return
         with torch.no_grad(), self._plainly():
             whole = self._loss(output, self._placed(batch.whole[1]))
-        self._add_whole_loss(batch, whole, mean)
+        self._add_whole_loss(batch, whole, values)
 
     def _compare_gradients(self) -> None:
         replicas = self._world.data_parallel_size
@@ -575,7 +578,7 @@ class _Comparison:
         ]
         # a forward that draws random numbers, or keeps state, gives other outputs for a whole batch
         if any(seeds) or not self._repeats_itself(batch.parts[0][0], plain.outputs[0]):
-            self._compare_whole_loss(batch, staged, weights.mean(values))
+            self._compare_whole_loss(batch, staged, values)
         elif len(batch.parts) > 1 and batch.whole is not None:
             state = PythonState(self._net, self._loss.function)
             with self._plainly():
@@ -583,7 +586,7 @@ class _Comparison:
                 output = self._forward(uncut(self._placed(inputs)))
                 whole = self._loss(output, uncut(self._placed(targets)))
             state.restore()
-            self._add_whole_loss(batch, whole, weights.mean(values))
+            self._add_whole_loss(batch, whole, values)
 
     def _repeats_itself(self, part: Any, output: Any) -> bool:
         """Returns whether the unsplit module reproduces `output` for a micro-batch."""
@@ -593,11 +596,14 @@ class _Comparison:
         state.restore()
         return not difference(repeated, output)
 
-    def _add_whole_loss(self, batch: _Batch, whole: Tensor, mean: Tensor) -> None:
+    def _add_whole_loss(self, batch: _Batch, whole: Tensor, values: Sequence[Tensor]) -> None:
+        mean = batch.weights.mean(values)
+        # values of both signs round relative to their own size, not to that of their mean
+        scale = float(batch.weights.mean([value.abs() for value in values]))
         if self._loss.is_sum:
             whole = whole / max(batch.weights.count, 1)
         place = f"{batch.name}: {float(whole):.7g}, but {float(mean):.7g} by micro-batches"
-        self._add(WHOLE_BATCH, place, mean, whole.to(mean.dtype))
+        self._add(WHOLE_BATCH, place, mean, whole.to(mean.dtype), scale)
 
     def _first_layer(self, inputs: Any, parts: Sequence[Any]) -> str | None:
         """Returns the first layer with a different output, in evaluation or else in training."""

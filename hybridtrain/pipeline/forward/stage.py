@@ -113,9 +113,6 @@ class ForwardStage:
         first, last = self.layers[0].name, self.layers[-1].name
         return f"stage {self.index} ({first if first == last else f'{first} to {last}'})"
 
-    def expect_new_loss(self) -> None:
-        """Does nothing: what a loss reads from other stages is cut as in any code."""
-
     def enter(self, microbatch: int) -> None:
         """Prepares the forward of a micro-batch, at its turn."""
         places = self._backward.places

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridtrain._base.user_code import is_library_file, names_in
-from hybridtrain.loss.counted import CountedLoss
+from hybridtrain.loss import CountedLoss
 
 # Compared by value; everything else by identity.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)

@@ -39,14 +39,15 @@ from hybridtrain._base.microbatch import Unread, map_tensors, merge, split
 from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ConfigError, setting
-from hybridtrain.loss.by_name import model_output
-from hybridtrain.loss.captures import copied
-from hybridtrain.loss.counted import CountedLoss
-from hybridtrain.loss.metrics import field_of
-from hybridtrain.loss.replayed_draws import HostDraws, OtherDrawsError, RecordedDraws, SameDraws
-from hybridtrain.loss.transformers_counts import WAY_OUT
-from hybridtrain.loss.weights import copied_to_host
+from hybridtrain.loss import WAY_OUT, CountedLoss, copied_to_host, field_of, model_output
 from hybridtrain.pipeline import HeadOutput, default_generator_lock
+from hybridtrain.verification.captures import copied
+from hybridtrain.verification.replayed_draws import (
+    HostDraws,
+    OtherDrawsError,
+    RecordedDraws,
+    SameDraws,
+)
 
 Warn = Callable[..., object]
 
