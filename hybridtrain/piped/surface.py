@@ -105,7 +105,10 @@ def refuse(wrapper: str, way_out: str) -> NoReturn:
 
 
 _COMPILES = f"pass {setting('compile', True)} to pipelined, which compiles its layers"
-_AVERAGES = "gradients are averaged over the processes all the same: pipelined does it"
+_AVERAGES = (
+    "gradients are averaged over the processes all the same: pipelined does it (import a trainer "
+    "that adds the wrapper, such as accelerate or lightning, before pipelined is called)"
+)
 
 
 def swap(net: nn.Module, runner: Runner) -> None:
