@@ -1,5 +1,7 @@
 """Signs of life: which process is gone, as others see it and as it sees itself."""
 
+import math
+
 from support.clock import Clock
 
 from hybridtrain._base.torch_private import HashStore
@@ -10,7 +12,9 @@ from hybridtrain.launch.watchdog import BEAT_S, Liveness
 def processes(size, timeout_s):
     store, clock = HashStore(), Clock(100.0)
     jobs = [ProcessStore(store, rank, size) for rank in range(size)]
-    return jobs, [Liveness(job, timeout_s, clock) for job in jobs], clock
+    for job in jobs:
+        job.beat(0, -math.inf)
+    return jobs, [Liveness(job, timeout_s, clock=clock) for job in jobs], clock
 
 
 def live(clock, alive, seconds):

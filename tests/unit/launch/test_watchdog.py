@@ -68,12 +68,12 @@ def test_each_run_of_a_process_may_take_longer_in_its_first_steps():
         record.now(Phase.SETUP)
         record.steps += 100  # an evaluation before the first step
         record.now(Phase.TRAIN, 1)
-        assert watch._limit(record.work) == 40, again
+        assert watch._progress.limit(record.work) == 40, again
         record.steps += 3
         record.now(Phase.TRAIN, 4)
-        assert watch._limit(record.work) == 10
+        assert watch._progress.limit(record.work) == 10
         record.now(Phase.EVALUATE, 4)
-        assert watch._limit(record.work) == 40
+        assert watch._progress.limit(record.work) == 40
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -212,7 +212,7 @@ def test_a_layer_that_stands_still_is_named_by_stage_micro_batch_and_line():
     assert seen.what.startswith("in the forward of micro-batch 0 on stage 1 (step ")
     assert f'File "{__file__}", line ' in seen.what
     assert seen.what.endswith("in forward")
-    assert seen.blame == 2
+    assert seen.blame == 3
     assert "micro-batch" not in report(activity).what
 
 
@@ -224,7 +224,7 @@ def test_the_first_evaluation_as_a_whole_may_take_longer():
         record.steps += 50
         record.now(Phase.EVALUATE, 50)
         record.steps += 20  # done with its part, it waits for the first batch of another one
-        assert watch._limit(record.work) == limit
+        assert watch._progress.limit(record.work) == limit
 
 
 def test_rank_0_of_an_interrupted_run_ends_after_the_others_but_does_not_wait_for_ever() -> None:

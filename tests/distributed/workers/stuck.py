@@ -1,0 +1,187 @@
+"""A script at one of the heights, of which a rank is stopped, sleeps or fails at some place.
+
+    stuck.py HEIGHT ENGINE KIND PLACE WHO STALL_S TIMEOUT_S
+
+KIND: `stop`, `sleep`, `raise`. With `full:` in front, stderr is a pipe that is full and that nobody
+reads. PLACE: `start`, `first`, `between`, `step`, `evaluate`, `save`, `end`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.nets import floats
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from hybridtrain import (
+    Callback,
+    EvalLoader,
+    HybridModel,
+    Loader,
+    OptimizerStep,
+    Session,
+    Trainer,
+    World,
+)
+from hybridtrain.checkpoint import CheckpointStore
+
+height, engine, kind, place, who, stall_s, timeout_s = sys.argv[1:]
+RANK = int(os.environ["RANK"])
+FIRST, LATER = 1, 5  # the steps of `first` and `step`
+state = {"step": 0}
+
+
+def fill_stderr() -> None:
+    """Makes stderr a full pipe."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    fcntl.fcntl(write_end, 1031, 4096)  # F_SETPIPE_SZ
+    try:
+        while True:
+            os.write(write_end, b"x" * 4096)
+    except BlockingIOError:
+        os.set_blocking(write_end, True)
+    os.dup2(write_end, 2)
+    globals()["kept"] = read_end  # or a write would fail
+
+
+def fault(at: str) -> None:
+    if at != place or str(RANK) != who or state.get("done"):
+        return
+    state["done"] = 1
+    print("it stands", flush=True)
+    if kind.endswith("stop"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind.endswith("sleep"):
+        time.sleep(10_000)
+    elif kind.endswith("raise"):
+        raise ArithmeticError("boom")
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            if state["step"]:
+                fault("evaluate")
+        elif x.requires_grad or self.weight.requires_grad:
+            fault({FIRST: "first", LATER: "step"}.get(state["step"], ""))
+        return super().forward(x)
+
+
+def world() -> World:
+    return World.from_env(
+        2, "cpu", engine=engine, stall_s=float(stall_s), timeout_s=float(timeout_s)
+    )
+
+
+def data(samples: int = 64) -> TensorDataset:
+    return TensorDataset(floats(samples, 4), floats(samples, 4, seed=1))
+
+
+def own(net: nn.Module, folder: Path) -> None:
+    here = world()
+    model = HybridModel(net, here, chunks=2)
+    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in Loader(data(), batch_size=8, world=here).batches():
+        state["step"] += 1
+        step.run([batch], F.mse_loss)
+        if state["step"] == LATER:
+            fault("between")
+    model.eval()
+    for inputs, _ in EvalLoader(data(16), batch_size=8, world=here):
+        model(inputs)
+    here.on_all(lambda: fault("save"))
+    fault("end")
+    here.close()
+
+
+def session(net: nn.Module, folder: Path) -> None:
+    run = Session(world=world(), chunks=2)
+    model, optimizer, train, evaluation = run.prepare(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        DataLoader(data(), batch_size=8),
+        DataLoader(data(16), batch_size=8),
+    )
+    for inputs, targets in train:
+        state["step"] += 1
+        run.forward_backward(inputs, targets, F.mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if state["step"] == LATER:
+            fault("between")
+    model.eval()
+    for inputs, _ in evaluation:
+        model(inputs)
+    run.states["own"] = Own()
+    run.save(folder)
+    fault("end")
+    run.close()
+
+
+class Own:
+    """A state of the user's, which all processes save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        fault("save")
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Has nothing to load."""
+
+
+class Steps(Callback):
+    def on_start(self, trainer: Any) -> None:
+        state["step"] += 1
+
+    def on_step(self, trainer: Any, samples: int) -> None:
+        if state["step"] == LATER:
+            fault("between")
+        state["step"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        fault("save")
+        return {}
+
+
+def trainer(net: nn.Module, folder: Path) -> None:
+    here = world()
+    model = HybridModel(net, here, chunks=2)
+    Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        F.mse_loss,
+        Loader(data(), batch_size=8, world=here),
+        epochs=1,
+        evaluation=EvalLoader(data(16), batch_size=8, world=here),
+        store=CheckpointStore(folder),
+        checkpoint_every_steps=6,
+        callbacks=[Steps()],
+    ).fit()
+    fault("end")
+    here.close()
+
+
+if kind.startswith("full"):
+    fill_stderr()
+fault("start")
+torch.manual_seed(0)
+heights: dict[str, Callable[[nn.Module, Path], None]] = {
+    "own": own,
+    "session": session,
+    "trainer": trainer,
+}
+folder = Path(tempfile.gettempdir()) / f"stuck-{os.environ['MASTER_PORT']}"
+heights[height](nn.Sequential(Layer(4, 4), nn.ReLU(), Layer(4, 4), nn.Linear(4, 4)), folder)
+print("the end was reached", flush=True)
