@@ -210,17 +210,23 @@ activity = Activity()
 """The record of this process."""
 
 
-def end_process(code: int, wait_for_save: float = WAIT_FOR_SAVE_S) -> None:
+def end_process(
+    code: int,
+    wait_for_save: float = WAIT_FOR_SAVE_S,
+    at_last: Callable[[], object] = lambda: None,
+) -> None:
     """Ends this process without waiting for its threads and connections.
 
     Args:
         code: the exit code.
         wait_for_save: seconds to wait for a checkpoint that is being written.
+        at_last: called right before the end.
     """
     with ending_within(wait_for_save + 3 * PRINT_S, code):
         activity.wait_for_save(wait_for_save)
         if not is_stuck():
             try_to_write(_flush)
+        at_last()
         os._exit(code)
 
 

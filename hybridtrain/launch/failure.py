@@ -216,6 +216,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
             answers = not isinstance(gone, TimedOut)
             first = watchdog.known_failure or store_gone(failure, error, watchdog)
             is_cause = first is not failure
+    watchdog.await_end()
     watchdog.end_threads()  # a debugger may be starting, and must not be killed
     if not is_cause and (first == failure or not first.line.endswith(text)):
         _show(kind, error, trace)

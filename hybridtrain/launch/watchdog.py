@@ -36,7 +36,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -56,7 +56,7 @@ from hybridtrain.launch.activity import (
 from hybridtrain.launch.environment import launcher_serves_store
 from hybridtrain.launch.error_file import write_error_file
 from hybridtrain.launch.limits import PRINT_S, VERDICT_S, say, within
-from hybridtrain.launch.process_id import has_ended, is_seen_from_here, is_stopped, kill
+from hybridtrain.launch.process_id import ProcessId, has_ended, is_seen_from_here, is_stopped, kill
 from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore, Report, Sign
 from hybridtrain.schedule import WORDS
 
@@ -402,7 +402,7 @@ class Watchdog:
         self._store = within(_LEAST_S, store.clone)
         self._liveness = Liveness(self._store, timeout_s, stall_s)
         self._progress = Progress(record, stall_s)
-        self._store_is_gone = False
+        self._store_is_gone = self._is_ending = False
         self._stall_s = stall_s
         self._activity = record
         self._ended = threading.Event()
@@ -724,6 +724,7 @@ class Watchdog:
 
     def _tell_and_end(self, failure: Failure, at: float, prints: bool = True) -> None:
         """Prints a failure, writes it to torchrun's error file with the time `at`, and exits."""
+        self._is_ending = True
         with ending_within(_TO_END_S, self.exit_code):
             with suppress(OSError, RuntimeError):
                 within(PRINT_S, write_error_file, failure.line, at)
@@ -758,12 +759,24 @@ class Watchdog:
         self._end_process(failure, self.store)
 
     def _end_process(self, failure: Failure, store: ProcessStore) -> None:
-        with ending_within(_TO_END_S, self.exit_code):
+        def kill_unresponsive() -> None:
+            # at last: connections break when they end, and the main thread would report that
             for process in failure.unresponsive:
                 kill(process)
-            self._wait_for_readers(store)
+
+        with ending_within(_TO_END_S, self.exit_code):
+            self._wait_for_readers(store, failure.unresponsive)
             stands_in_save = failure.exit_code == EXIT_STALLED and self._activity.is_in(Phase.SAVE)
-            end_process(self.exit_code, 0.0 if stands_in_save else WAIT_FOR_SAVE_S)
+            wait_for_save = 0.0 if stands_in_save else WAIT_FOR_SAVE_S
+            end_process(self.exit_code, wait_for_save, at_last=kill_unresponsive)
+
+    def await_end(self) -> None:
+        """Waits for the end of this process if a thread of the watchdog reports why it ends.
+
+        Called by the main thread, which would report the broken connections of that end.
+        """
+        if self._is_ending:
+            time.sleep(_TO_END_S)
 
     def wait_for_readers(self) -> None:
         """Waits, in rank 0, until the others know why the run ends, at most `VERDICT_S`.
@@ -772,14 +785,16 @@ class Watchdog:
         """
         self._wait_for_readers(self.store)
 
-    def _wait_for_readers(self, store: ProcessStore) -> None:
+    def _wait_for_readers(
+        self, store: ProcessStore, unresponsive: Collection[ProcessId] = ()
+    ) -> None:
         if store.rank != 0 or store.size == 1:
             return
 
         def all_know() -> bool:
-            ranks = range(1, store.size)
+            others = list(enumerate(self._processes))[1:]
             return store.have_acknowledged(
-                [rank for rank in ranks if not has_ended(self._processes[rank])]
+                [rank for rank, it in others if it not in unresponsive and not has_ended(it)]
             )
 
         with suppress(RuntimeError):  # the store is gone

@@ -115,6 +115,7 @@ def report(error: BaseException) -> int:
         first = store_gone(failure, error, watchdog)
         if first is not failure:
             failure, text = first, f"error: {first.line}"
+    watchdog.await_end()
     if first is failure or first == failure:
         _say(text, failure.line, failure.time, on=f"on {name}")
     elif first.rank == rank:  # this process detected a failure of another one

@@ -2,7 +2,8 @@
 
     stuck.py HEIGHT ENGINE KIND PLACE WHO STALL_S TIMEOUT_S
 
-KIND: `stop`, `sleep`, `raise`. With `full:` in front, stderr is a pipe that is full and that nobody
+KIND: `stop`, `sleep`, `raise`; `slow`, each micro-batch of the step takes most of the limit; `alone`,
+it calls a collective that the others do not call. With `full:` in front, stderr is a pipe that is full and that nobody
 reads. PLACE: `start`, `first`, `between`, `step`, `evaluate`, `save`, `end`.
 """
 
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support.nets import floats
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -59,6 +61,9 @@ def fill_stderr() -> None:
 def fault(at: str) -> None:
     if at != place or str(RANK) != who or state.get("done"):
         return
+    if kind == "slow":
+        time.sleep(0.6 * float(stall_s))
+        return
     state["done"] = 1
     print("it stands", flush=True)
     if kind.endswith("stop"):
@@ -67,6 +72,8 @@ def fault(at: str) -> None:
         time.sleep(10_000)
     elif kind.endswith("raise"):
         raise ArithmeticError("boom")
+    elif kind == "alone":
+        dist.all_reduce(torch.ones(1))
 
 
 class Layer(nn.Linear):

@@ -121,7 +121,7 @@ def test_rank_0_says_which_ranks_it_waits_for(monkeypatch, caplog):
     monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.0)
     zero, one, _ = launches(3)
     together(joins(zero, timeout_s=1), joins(one, timeout_s=1))
-    (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.msg]
+    (line,) = [record.getMessage() for record in caplog.records if "rank 0 is waiting" in record.msg]
     assert line in (
         "rank 0 is waiting for ranks 1, 2 of 3 processes to join",
         "rank 0 is waiting for rank 2 of 3 processes to join",
