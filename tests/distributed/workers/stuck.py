@@ -1,10 +1,12 @@
-"""A script at one of the heights, of which a rank is stopped, sleeps or fails at some place.
+"""A script at one of the heights, of which a rank does something wrong at some place.
 
-    stuck.py HEIGHT ENGINE KIND PLACE WHO STALL_S TIMEOUT_S
+    stuck.py FOLDER HEIGHT ENGINE KIND PLACE WHO STALL_S TIMEOUT_S
 
-KIND: `stop`, `sleep`, `raise`; `slow`, each micro-batch of the step takes most of the limit; `alone`,
-it calls a collective that the others do not call. With `full:` in front, stderr is a pipe that is full and that nobody
-reads. PLACE: `start`, `first`, `between`, `step`, `evaluate`, `save`, `end`.
+KIND: `stop`, it is stopped; `sleep`; `raise`; `alone`, it calls a collective that the others do not
+call; `slow`, each of its micro-batches takes most of the limit, which is right. With `full:` in
+front, stderr is a full pipe that nobody reads.
+
+PLACE: `start`, `first`, `between`, `step`, `evaluate`, `save`, `end`.
 """
 
 from __future__ import annotations
@@ -13,10 +15,8 @@ import fcntl
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,12 +36,20 @@ from hybridtrain import (
     Trainer,
     World,
 )
-from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.checkpoint import CheckpointStore, save_run
 
-height, engine, kind, place, who, stall_s, timeout_s = sys.argv[1:]
-RANK = int(os.environ["RANK"])
+folder, height, engine, kind, place, who, stall_s, timeout_s = sys.argv[1:]
 FIRST, LATER = 1, 5  # the steps of `first` and `step`
-state = {"step": 0}
+
+
+class Now:
+    """The step, and whether the fault has been."""
+
+    step = 0
+    done = False
+
+
+unread: list[int] = []
 
 
 def fill_stderr() -> None:
@@ -55,17 +63,16 @@ def fill_stderr() -> None:
     except BlockingIOError:
         os.set_blocking(write_end, True)
     os.dup2(write_end, 2)
-    globals()["kept"] = read_end  # or a write would fail
+    unread.append(read_end)  # or a write would fail
 
 
 def fault(at: str) -> None:
-    if at != place or str(RANK) != who or state.get("done"):
+    if at != place or os.environ["RANK"] != who or Now.done:
         return
     if kind == "slow":
         time.sleep(0.6 * float(stall_s))
         return
-    state["done"] = 1
-    print("it stands", flush=True)
+    Now.done = True
     if kind.endswith("stop"):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind.endswith("sleep"):
@@ -79,10 +86,9 @@ def fault(at: str) -> None:
 class Layer(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
-            if state["step"]:
-                fault("evaluate")
-        elif x.requires_grad or self.weight.requires_grad:
-            fault({FIRST: "first", LATER: "step"}.get(state["step"], ""))
+            fault("evaluate" if Now.step else "")
+        else:
+            fault({FIRST: "first", LATER: "step"}.get(Now.step, ""))
         return super().forward(x)
 
 
@@ -96,47 +102,6 @@ def data(samples: int = 64) -> TensorDataset:
     return TensorDataset(floats(samples, 4), floats(samples, 4, seed=1))
 
 
-def own(net: nn.Module, folder: Path) -> None:
-    here = world()
-    model = HybridModel(net, here, chunks=2)
-    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for batch in Loader(data(), batch_size=8, world=here).batches():
-        state["step"] += 1
-        step.run([batch], F.mse_loss)
-        if state["step"] == LATER:
-            fault("between")
-    model.eval()
-    for inputs, _ in EvalLoader(data(16), batch_size=8, world=here):
-        model(inputs)
-    here.on_all(lambda: fault("save"))
-    fault("end")
-    here.close()
-
-
-def session(net: nn.Module, folder: Path) -> None:
-    run = Session(world=world(), chunks=2)
-    model, optimizer, train, evaluation = run.prepare(
-        net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        DataLoader(data(), batch_size=8),
-        DataLoader(data(16), batch_size=8),
-    )
-    for inputs, targets in train:
-        state["step"] += 1
-        run.forward_backward(inputs, targets, F.mse_loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if state["step"] == LATER:
-            fault("between")
-    model.eval()
-    for inputs, _ in evaluation:
-        model(inputs)
-    run.states["own"] = Own()
-    run.save(folder)
-    fault("end")
-    run.close()
-
-
 class Own:
     """A state of the user's, which all processes save."""
 
@@ -148,21 +113,62 @@ class Own:
         """Has nothing to load."""
 
 
+def own(net: nn.Module) -> None:
+    here = world()
+    model = HybridModel(net, here, chunks=2)
+    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in Loader(data(), batch_size=8, world=here).batches():
+        Now.step += 1
+        step.run([batch], F.mse_loss)
+        if Now.step == LATER:
+            fault("between")
+    model.eval()
+    for inputs, _ in EvalLoader(data(16), batch_size=8, world=here):
+        model(inputs)
+    save_run(step, folder, states={"own": Own()})
+    fault("end")
+    here.close()
+
+
+def session(net: nn.Module) -> None:
+    run = Session(world=world(), chunks=2)
+    model, optimizer, train, evaluation = run.prepare(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        DataLoader(data(), batch_size=8),
+        DataLoader(data(16), batch_size=8),
+    )
+    for inputs, targets in train:
+        Now.step += 1
+        run.forward_backward(inputs, targets, F.mse_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if Now.step == LATER:
+            fault("between")
+    model.eval()
+    for inputs, _ in evaluation:
+        model(inputs)
+    run.states["own"] = Own()
+    run.save(folder)
+    fault("end")
+    run.close()
+
+
 class Steps(Callback):
     def on_start(self, trainer: Any) -> None:
-        state["step"] += 1
+        Now.step += 1
 
     def on_step(self, trainer: Any, samples: int) -> None:
-        if state["step"] == LATER:
+        if Now.step == LATER:
             fault("between")
-        state["step"] += 1
+        Now.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         fault("save")
         return {}
 
 
-def trainer(net: nn.Module, folder: Path) -> None:
+def trainer(net: nn.Module) -> None:
     here = world()
     model = HybridModel(net, here, chunks=2)
     Trainer(
@@ -184,11 +190,10 @@ if kind.startswith("full"):
     fill_stderr()
 fault("start")
 torch.manual_seed(0)
-heights: dict[str, Callable[[nn.Module, Path], None]] = {
+heights: dict[str, Callable[[nn.Module], None]] = {
     "own": own,
     "session": session,
     "trainer": trainer,
 }
-folder = Path(tempfile.gettempdir()) / f"stuck-{os.environ['MASTER_PORT']}"
-heights[height](nn.Sequential(Layer(4, 4), nn.ReLU(), Layer(4, 4), nn.Linear(4, 4)), folder)
+heights[height](nn.Sequential(Layer(4, 4), nn.ReLU(), Layer(4, 4), nn.Linear(4, 4)))
 print("the end was reached", flush=True)
