@@ -49,7 +49,10 @@ def within(seconds: float, action: Callable[..., T], *args: Any) -> T:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="limited", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending, and starts no threads
+        return action(*args)
     thread.join(seconds)
     if errors:
         raise errors.pop()
