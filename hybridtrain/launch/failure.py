@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -150,6 +149,8 @@ def first_failure(
         watchdog.store.acknowledge_failure()
         return first, cause is not None
 
+    if watchdog.main_is_stopped:
+        raise TimedOut("rank 0, which serves the store, is stopped")
     return within(STORE_S, decide)
 
 
@@ -159,7 +160,7 @@ def store_gone(failure: Failure, error: BaseException, watchdog: Watchdog) -> Fa
     For a broken connection or a collective call that has timed out the message is about rank 0.
     """
     if failure.rank != 0 and (is_broken_connection(error) or _has_timed_out(error)):
-        return replace(failure, line=watchdog.store_gone())
+        return watchdog.store_gone()
     return failure
 
 

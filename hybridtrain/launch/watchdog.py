@@ -501,21 +501,26 @@ class Watchdog:
                 )
         return None
 
-    def store_gone(self) -> str:
-        """Returns a message about a store that is gone or does not answer.
+    def store_gone(self) -> Failure:
+        """Returns a failure about a store that is gone or does not answer.
 
         Rank 0 serves it, or its launcher. No request to the store is made.
         """
-        process = self._processes[0]
-        if is_stopped(process) and self._main_serves:
-            return (
-                f"{self._main} has not responded for {self._liveness.unanswered_s():.0f} s: the "
-                "process is stopped"
-            )
-        return (
-            f"lost the connection to the processes' store: rank 0 (pid {process.pid} on "
-            f"{process.host}) or its launcher has ended; check its output"
+        rank = self._store.rank
+        if self.main_is_stopped:
+            line = f"{self._main} has not responded for {self._liveness.unanswered_s():.0f} s"
+            process = self._processes[0]
+            return Failure(rank, f"{line}: the process is stopped", unresponsive=(process,))
+        return Failure(
+            rank,
+            f"lost the connection to the processes' store: {self._main} or its launcher has ended; "
+            "check its output",
         )
+
+    @property
+    def main_is_stopped(self) -> bool:
+        """Whether rank 0 serves the store, runs on this host and is stopped."""
+        return self._main_serves and is_stopped(self._processes[0])
 
     @property
     def _main_serves(self) -> bool:
@@ -541,7 +546,7 @@ class Watchdog:
                 failure = self._stall_without_store()
             elif seconds > self._liveness.timeout_s:
                 failure = self._unanswered(seconds)
-            elif seconds > BEAT_S and self._main_serves and is_stopped(self._processes[0]):
+            elif seconds > BEAT_S and self.main_is_stopped:
                 failure = self._stall_without_store()
             else:
                 continue
@@ -576,12 +581,12 @@ class Watchdog:
         """
         if self._activity.work is None or self._progress.overdue_s() < 0:
             return None
-        return Failure(
-            self._store.rank,
-            f"{self.store_gone()}; no progress for {self._progress.idle_s():.0f} s "
+        gone = self.store_gone()
+        return replace(
+            gone,
+            line=f"{gone.line}; no progress for {self._progress.idle_s():.0f} s "
             f"{summary(self._activity)} (the limit, stall_s, is {self._stall_s:g} s)",
-            EXIT_STALLED,
-            unresponsive=(self._processes[0],) if self._main_serves else (),
+            exit_code=EXIT_STALLED,
         )
 
     def explain_stall(self, store: ProcessStore, seconds: float) -> Failure | None:

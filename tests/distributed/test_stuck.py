@@ -120,8 +120,8 @@ def test_a_stopped_process_is_named_as_stopped_and_killed(case, ended):
     assert f"error: rank {case.who} (" in line, said
     assert "stopped" in line
     assert "network" not in line
-    # 4 for a stall; during a save it may count as gone before
-    assert code in (4, 1) if case.place == "save" else code == 4
+    # a stall; or 1, where a longer limit holds, so that a collective call times out before
+    assert code in (4, 1)
     assert results[case.who][0] == -9
 
 
