@@ -51,7 +51,7 @@ from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain._base.problem import Problem, first_problem
 from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain._base.summation_tree import owned_by
-from hybridtrain._base.torch_private import get_default_store
+from hybridtrain._base.torch_private import Store, get_default_store
 from hybridtrain.errors import WorldError, argument, setting
 from hybridtrain.launch import (
     Launch,
@@ -184,9 +184,15 @@ class World:
         if devices == "auto" and gpus and world.devices[0].type == "cpu":
             world.unused_gpus = gpus_left_out(len(world.devices), launch, gpus)
         end_with_parent()
-        if world.size > 1:
-            world._object_group = _join(launch, world.backend, world.devices, timeout_s)
-        return world._with_pipeline_groups()._watched()
+        if world.size == 1:
+            return world._watched(None)
+        store = _meet(launch, world.devices, timeout_s)
+        # before the process groups: their creation waits for all processes
+        world._watched(store)
+        with activity.waiting():
+            world._object_group = _join(launch, world.backend, store, timeout_s)
+            tell_uncaught_errors()  # around PyTorch's hook
+            return world._with_pipeline_groups()
 
     @classmethod
     def of_launch(
@@ -309,18 +315,15 @@ class World:
         ]
         return groups[self.data_parallel_rank]
 
-    def _watched(self) -> World:
+    def _watched(self, store: Store | None) -> World:
         """Starts a watchdog and returns this World."""
         running = current()
         if self.size > 1 and running is not None and running.store.size > 1:
             self.watchdog = running  # of another World of these processes
             return self
-        store = get_default_store() if self.size > 1 else None
         process_store = ProcessStore(store, self.rank, self.size)
         self.watchdog = Watchdog(process_store, self.stall_s, self.timeout_s)
         self.watchdog.start()
-        if self.size > 1:
-            tell_uncaught_errors()
         return self
 
     def watch(self, stacks: Path) -> None:
@@ -518,7 +521,8 @@ class World:
         if self.size == 1:
             return value
         self._check_open()
-        return cast(T, objects.broadcast(value, self._object_group, 0))
+        with activity.waiting():
+            return cast(T, objects.broadcast(value, self._object_group, 0))
 
     def gather(self, value: T) -> list[T]:
         """Returns the `value` of every rank, in rank order, on every rank.
@@ -533,7 +537,8 @@ class World:
         if self.size == 1:
             return [value]
         self._check_open()
-        return objects.gather(value, self._object_group)
+        with activity.waiting():
+            return objects.gather(value, self._object_group)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums `values` over all ranks in place; they may be on the CPU or one of the devices."""
@@ -684,14 +689,19 @@ def _shape(
     return per_replica, choose_devices(nb_part // per_replica, devices, launch, gpus)
 
 
-def _join(
-    launch: Launch, backend: str, devices: Sequence[torch.device], timeout_s: float
-) -> dist.ProcessGroup:
+def _meet(launch: Launch, devices: Sequence[torch.device], timeout_s: float) -> Store:
+    """Returns the store of the processes, which have all joined."""
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
+    if dist.is_initialized():
+        return get_default_store()
+    check_interface(os.environ)
+    return meet(launch, os.environ, timeout_s)
+
+
+def _join(launch: Launch, backend: str, store: Store, timeout_s: float) -> dist.ProcessGroup:
+    """Creates the process group of all processes, and returns one for objects."""
     if not dist.is_initialized():
-        check_interface(os.environ)
-        store = meet(launch, os.environ, timeout_s)
         check_reachable(store, launch, os.environ)
         try:
             dist.init_process_group(
@@ -721,4 +731,5 @@ def _begin_max(values: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
 def _new_group(
     backend: str | None, timeout: timedelta, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, timeout=timeout))
+    with activity.waiting():
+        return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, timeout=timeout))

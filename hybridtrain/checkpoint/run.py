@@ -23,6 +23,7 @@ from hybridtrain.checkpoint.saving import save_checkpoint
 from hybridtrain.checkpoint.state import restore_checkpoint
 from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import CheckpointError
+from hybridtrain.launch import Phase, activity
 from hybridtrain.model import HybridModel
 from hybridtrain.world import World
 
@@ -138,7 +139,7 @@ def save_step(
     entries: dict[str, Stateful] = {"progress": progress or step}
     if record:
         entries["record"] = FixedState(record)
-    with step.evaluation_weights():
+    with activity.during(Phase.SAVE, step.number), step.evaluation_weights():
         step.check_savable()
         return save_checkpoint(
             store,

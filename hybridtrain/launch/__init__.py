@@ -5,6 +5,7 @@ meeting            the rendezvous of the processes
 process_id         process IDs, to check whether a process of this host is alive
 process_store      the store through which the processes exchange facts
 activity           the record of what this process is doing
+limits             time limits of what a process waits for while it joins or ends
 watchdog           ends a run that fails or stalls, and names the process that caused it
 failure            the first error, reported by all processes
 error_file         the file in which a process tells torchrun why it failed
@@ -17,11 +18,12 @@ from hybridtrain.launch.environment import Launch, detect, free_port
 from hybridtrain.launch.error_file import write_error_file
 from hybridtrain.launch.failure import (
     exit_code,
-    find_cause,
+    first_failure,
     in_one_line,
     store_gone,
     tell_uncaught_errors,
 )
+from hybridtrain.launch.limits import say, within
 from hybridtrain.launch.meeting import check_interface, check_reachable, meet, tell_failure
 from hybridtrain.launch.notebook import notebook_launcher
 from hybridtrain.launch.process_id import (
@@ -31,7 +33,7 @@ from hybridtrain.launch.process_id import (
     is_seen_from_here,
     this_process,
 )
-from hybridtrain.launch.process_store import Failure, ProcessStore
+from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore
 from hybridtrain.launch.signals import (
     ends_at_once,
     ignore_signals,
@@ -43,6 +45,7 @@ from hybridtrain.launch.signals import (
 from hybridtrain.launch.watchdog import Watchdog, current
 
 __all__ = [
+    "EXIT_STALLED",
     "Failure",
     "LaneActivity",
     "Launch",
@@ -59,7 +62,7 @@ __all__ = [
     "end_with_parent",
     "ends_at_once",
     "exit_code",
-    "find_cause",
+    "first_failure",
     "free_port",
     "has_ended",
     "ignore_signals",
@@ -69,11 +72,13 @@ __all__ = [
     "notebook_launcher",
     "raise_on_signals",
     "restore_signals",
+    "say",
     "second_signal_ends",
     "stop_on_signals",
     "store_gone",
     "tell_failure",
     "tell_uncaught_errors",
     "this_process",
+    "within",
     "write_error_file",
 ]

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from hybridtrain.launch.limits import PRINT_S, is_stuck, try_to_write
+
 if TYPE_CHECKING:
     from hybridtrain.schedule import Action
 
@@ -28,9 +30,13 @@ torchrun kills its workers after 30 s.
 
 
 class Phase(StrEnum):
-    """A phase of a run; the watchdog has a time limit for each."""
+    """A phase of a run; the watchdog has a time limit for each.
+
+    WAIT is a collective call outside of the other phases, for which another process may take long.
+    """
 
     SETUP = "setup"
+    WAIT = "wait for the other processes"
     DATA = "data"
     TRAIN = "train"
     OPTIMIZER = "optimizer"
@@ -119,7 +125,7 @@ class Activity:
         work = self.work
         return work is not None and work.phase is phase
 
-    def during(self, phase: Phase, step: int) -> AbstractContextManager[None]:
+    def during(self, phase: Phase, step: int | None = None) -> AbstractContextManager[None]:
         """Records work of `phase` during the block, then restores the previous work."""
         return _During(self, Work(phase, step))
 
@@ -136,6 +142,13 @@ class Activity:
         if self.work is not None and not self.is_in(Phase.SETUP):
             return _NOTED
         return self.during(Phase.TRAIN if trains else Phase.EVALUATE, self.steps + 1)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Sets a phase while this process waits for others between two steps of a script.
+
+        The watchdog then notices that one of them has ended or is stopped.
+        """
+        return _NOTED if self.work is not None else self.during(Phase.WAIT)
 
     def catching_up(self) -> None:
         """Records a setup during a run, while a data set reads up to its saved position."""
@@ -197,17 +210,43 @@ activity = Activity()
 """The record of this process."""
 
 
-def end_process(code: int, wait_for_save: float = WAIT_FOR_SAVE_S) -> None:
+def end_process(
+    code: int,
+    wait_for_save: float = WAIT_FOR_SAVE_S,
+    at_last: Callable[[], object] = lambda: None,
+) -> None:
     """Ends this process without waiting for its threads and connections.
 
     Args:
         code: the exit code.
         wait_for_save: seconds to wait for a checkpoint that is being written.
+        at_last: called right before the end.
     """
-    activity.wait_for_save(wait_for_save)
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-    finally:
+    with ending_within(wait_for_save + 3 * PRINT_S, code):
+        activity.wait_for_save(wait_for_save)
+        if not is_stuck():
+            try_to_write(_flush)
+        at_last()
         os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+@contextmanager
+def ending_within(seconds: float, code: int) -> Iterator[None]:
+    """Ends this process with `code` if the block takes longer than `seconds`.
+
+    The block should have limits of its own; this is for what it cannot foresee.
+    """
+    last = threading.Timer(seconds, os._exit, [code])
+    last.daemon = True
+    with suppress(RuntimeError):  # the interpreter is ending, and starts no threads
+        last.start()
+    try:
+        yield
+    finally:
+        last.cancel()

@@ -89,6 +89,11 @@ def detect(environ: Mapping[str, str]) -> Launch:
     return launch("single", rank=0, size=1, local_rank=0, local_size=1, master=None)
 
 
+def launcher_serves_store(environ: Mapping[str, str]) -> bool:
+    """Returns whether torchrun's agent, and not rank 0, serves the processes' store."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _gpus_given(environ: Mapping[str, str]) -> str:
     """Returns the variable that assigns GPUs to this process; "" if none does or it hides them."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")

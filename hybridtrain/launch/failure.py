@@ -16,13 +16,21 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from hybridtrain._base.problem import copied_problem
 from hybridtrain.errors import Interrupted, UserError
 from hybridtrain.launch.error_file import write_error_file
+from hybridtrain.launch.limits import (
+    PRINT_S,
+    STORE_S,
+    TimedOut,
+    is_stuck,
+    say,
+    try_to_write,
+    within,
+)
 from hybridtrain.launch.process_store import EXIT_STALLED, Failure
 from hybridtrain.launch.watchdog import Watchdog, current
 
@@ -80,10 +88,9 @@ def find_cause(error: BaseException, watchdog: Watchdog) -> Failure | None:
         RuntimeError: the store is gone.
     """
     failure: Failure | None
-    text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     is_broken = is_broken_connection(error)
     is_copy = copied_problem(error) is not None and not is_broken
-    has_timed_out = any(sign in text for sign in _TIMED_OUT)
+    has_timed_out = _has_timed_out(error)
     # perhaps by the launcher, because another process has died
     is_interrupted = isinstance(error, KeyboardInterrupt)
     if not (is_copy or is_broken or has_timed_out or is_interrupted):
@@ -107,17 +114,53 @@ def find_cause(error: BaseException, watchdog: Watchdog) -> Failure | None:
 
 def is_broken_connection(error: BaseException) -> bool:
     """Returns whether an error is a broken connection to another process."""
-    text = "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return any(sign in text for sign in _BROKEN_CONNECTION)
+    return any(sign in _text_of(error) for sign in _BROKEN_CONNECTION)
+
+
+def _has_timed_out(error: BaseException) -> bool:
+    return any(sign in _text_of(error) for sign in _TIMED_OUT)
+
+
+def _text_of(error: BaseException) -> str:
+    return "" if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def first_failure(
+    failure: Failure, error: BaseException, watchdog: Watchdog
+) -> tuple[Failure, bool]:
+    """Returns the failure that ends the run, and whether it has caused this error.
+
+    It is what caused the error, or an earlier failure of another process, or `failure`. Publishes
+    `failure` if it is the first, and that this process knows of it. Waits for the store at most
+    `STORE_S`.
+
+    Args:
+        failure: of this process, because of `error`.
+        error: the error that ends this process.
+        watchdog: the watchdog of this process.
+
+    Raises:
+        RuntimeError: the store is gone, or does not answer.
+    """
+
+    def decide() -> tuple[Failure, bool]:
+        cause = find_cause(error, watchdog)
+        first = cause or watchdog.store.claim(failure)
+        watchdog.store.acknowledge_failure()
+        return first, cause is not None
+
+    if watchdog.main_is_stopped:
+        raise TimedOut("rank 0, which serves the store, is stopped")
+    return within(STORE_S, decide)
 
 
 def store_gone(failure: Failure, error: BaseException, watchdog: Watchdog) -> Failure:
-    """Returns the failure to report when the store, which rank 0 may host, is gone.
+    """Returns the failure to report when the store, which rank 0 may host, is gone or stopped.
 
-    For a broken connection the message says that rank 0 is gone.
+    For a broken connection or a collective call that has timed out the message is about rank 0.
     """
-    if failure.rank != 0 and is_broken_connection(error):
-        return replace(failure, line=watchdog.main_gone())
+    if failure.rank != 0 and (is_broken_connection(error) or _has_timed_out(error)):
+        return watchdog.store_gone()
     return failure
 
 
@@ -139,9 +182,6 @@ def _signal_of(error: KeyboardInterrupt) -> str:
     return name if name in signal.Signals.__members__ else "SIGINT"
 
 
-# How long rank 0, which may host the store, waits for the others to read its failure.
-_WAIT_FOR_OTHERS_S = 2.0
-
 _before: Any = None
 
 
@@ -153,32 +193,56 @@ def tell_uncaught_errors() -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints the error that ends this process, or the failure that caused it."""
+    """Prints the error that ends this process, or the failure that caused it.
+
+    The interpreter then ends the process. If it could not, because a pipe is full or the store does
+    not answer, the process ends here.
+    """
     watchdog = current()
     if watchdog is None or watchdog.store.size == 1:
         _before(kind, error, trace)
         return
     store, line = watchdog.store, in_one_line(error)
     text = f"{'' if isinstance(error, Interrupted) else ' failed'}: {line}"
-    failure = Failure(store.rank, f"rank {store.rank}{text}", exit_code(error))
+    name = watchdog.short_name(store, store.rank)
+    failure = Failure(store.rank, f"{name}{text}", exit_code(error))
+    answers = True
     # without a store request: if the store is gone, PyTorch prints stacks on a request
-    cause = watchdog.known_failure if is_broken_connection(error) else None
-    try:
-        if cause is None:
-            failure = replace(failure, line=f"{watchdog.short_name(store, store.rank)}{text}")
-            cause = find_cause(error, watchdog)
-        first = cause or store.claim(failure)
-    except RuntimeError:  # the launcher or rank 0 has ended, so the store is gone
-        first = watchdog.known_failure or store_gone(failure, error, watchdog)
-        cause = None if first is failure else first
+    known = watchdog.known_failure if is_broken_connection(error) else None
+    first, is_cause = known or failure, known is not None
+    if known is None:
+        try:
+            first, is_cause = first_failure(failure, error, watchdog)
+        except RuntimeError as gone:  # the launcher or rank 0 has ended, or does not answer
+            answers = not isinstance(gone, TimedOut)
+            first = watchdog.known_failure or store_gone(failure, error, watchdog)
+            is_cause = first is not failure
+    watchdog.await_end()
     watchdog.end_threads()  # a debugger may be starting, and must not be killed
-    if cause is None and (first == failure or not first.line.endswith(text)):
-        _before(kind, error, trace)
-    with suppress(OSError, ValueError):  # the terminal is gone
-        print(f"error: {first.line}", file=sys.stderr, flush=True)
-    write_error_file(first.line, first.time + (first != failure))
-    if first.exit_code == EXIT_STALLED:
+    if not is_cause and (first == failure or not first.line.endswith(text)):
+        _show(kind, error, trace)
+    with suppress(OSError, RuntimeError):
+        within(PRINT_S, write_error_file, first.line, first.time + (first != failure))
+    say(f"error: {first.line}")
+    if first.exit_code == EXIT_STALLED or is_stuck() or not answers:
+        stalled = first.exit_code == EXIT_STALLED
+        watchdog.exit_code = EXIT_STALLED if stalled else failure.exit_code
         watchdog.end(first)
-    if first == failure and store.rank == 0:
-        with suppress(RuntimeError):
-            store.wait_for_acknowledgements(_WAIT_FOR_OTHERS_S)
+    watchdog.wait_for_readers()
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Calls the hook that was there before this module's."""
+    if _only_prints(_before):
+        try_to_write(lambda: _before(kind, error, trace))
+    else:  # in this thread and without a limit, because it may start a debugger
+        _before(kind, error, trace)
+
+
+def _only_prints(hook: Any) -> bool:
+    """Returns whether an exception hook is Python's, or PyTorch's around it."""
+    if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
+        # init_process_group's, which puts the rank in front of each line
+        inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+        return all(_only_prints(each) for each in inside if callable(each))
+    return hook is sys.__excepthook__

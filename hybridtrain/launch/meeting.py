@@ -10,7 +10,8 @@ an elastic job may restart without changing either. Rank 0 draws the prefix and 
 
 An earlier attempt can only leave a stale hello behind, and nobody reads its answer. `joined/r`
 holds the process's ID, with which rank 0 detects that a process of its host has ended while it
-waits for the others. After 20 seconds it logs which ranks it waits for.
+waits for the others. After 20 seconds it logs which ranks it waits for, and the others log that
+they wait for rank 0, and at which address.
 
 A process that fails before the meeting publishes its error in `failed/x`. Rank 0 puts that error,
 or its own, into the outcome that all processes read at the end. So no process waits for another
@@ -24,17 +25,20 @@ import json
 import logging
 import math
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain._base.problem import Problem
 from hybridtrain.errors import WorldError, argument
 from hybridtrain.launch.activity import wait_until
-from hybridtrain.launch.environment import Launch
+from hybridtrain.launch.environment import Launch, launcher_serves_store
+from hybridtrain.launch.limits import try_to_write, within
 from hybridtrain.launch.process_id import ProcessId, has_ended, this_process
 
 if TYPE_CHECKING:
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-# the time after which rank 0 logs the missing ranks
+# the time after which a process logs for whom it waits
 _SAY_AFTER_S = 20.0
 # how long rank 0 waits, after a failure, for the other processes to read the outcome
 _TELL_S = 4.0
@@ -61,14 +65,26 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
         WorldError: processes did not join within `timeout_s`, or failed; the message names them.
     """
     deadline = time.monotonic() + timeout_s
-    shared = _shared(launch, environ, timeout_s)
-    try:
+
+    said = threading.Timer(_SAY_AFTER_S, _say_waiting, [launch])
+    said.daemon = True
+
+    def join() -> tuple[Store, str, dict[str, Any]]:
+        shared = _shared(launch, environ, timeout_s)
         if launch.rank == 0:
-            prefix, outcome = _welcome(shared, launch.size, deadline)
-        else:
-            prefix, outcome = _arrive(shared, launch, deadline)
+            return shared, *_welcome(shared, launch.size, deadline)
+        return shared, *_arrive(shared, launch, deadline, on_welcome=said.cancel)
+
+    if launch.rank != 0:
+        said.start()
+    try:
+        # in another thread: a server that answers nothing, or a rank 0 that is stopped, blocks the
+        # calls of the store for longer than their own limit
+        shared, prefix, outcome = within(timeout_s + 2 * _TELL_S, join)
     except (RuntimeError, ValueError) as error:
         raise WorldError(_not_joined(launch, timeout_s, error)) from error
+    finally:
+        said.cancel()
     if outcome["error"] is not None:
         raise _error(launch, outcome["error"])
     if missing := outcome["missing"]:
@@ -83,6 +99,13 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
     from hybridtrain._base.torch_private import PrefixStore  # imports torch
 
     return PrefixStore(prefix, shared)
+
+
+def _say_waiting(launch: Launch) -> None:
+    """Logs that this process, which is not rank 0, waits for rank 0."""
+    assert launch.master is not None
+    where = ":".join(map(str, launch.master))
+    _log.warning("rank %d is waiting for rank 0 to serve the rendezvous at %s", launch.rank, where)
 
 
 def _error(launch: Launch, message: str) -> Exception:
@@ -105,13 +128,17 @@ def tell_failure(
         the error that rank 0 reports, or None if there is none or rank 0 is unreachable.
     """
     deadline = time.monotonic() + seconds
-    try:
+
+    def tell() -> str | None:
         shared = _shared(launch, environ, seconds)
         if launch.rank == 0:
             _welcome(shared, launch.size, deadline, line)
             return line
         rank0_error: str | None = _arrive(shared, launch, deadline, line)[1]["error"]
         return rank0_error
+
+    try:
+        return within(seconds + 2 * _TELL_S, tell)
     except (RuntimeError, ValueError, WorldError):
         return None
 
@@ -126,7 +153,7 @@ def _shared(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Sto
 
     assert launch.master is not None  # with several processes
     host, port = launch.master
-    hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosted = launcher_serves_store(environ)
     try:
         store = TCPStore(
             host,
@@ -215,7 +242,8 @@ def _welcome(
         if pending and time.monotonic() > say_at:
             say_at = math.inf
             ranks = f"rank{'s' * (len(pending) > 1)} {', '.join(map(str, sorted(pending)))}"
-            _log.warning("rank 0 is waiting for %s of %d processes to join", ranks, size)
+            text = f"rank 0 is waiting for {ranks} of {size} processes to join"
+            try_to_write(partial(_log.warning, text))
         time.sleep(_POLL_S)
     outcome = {"missing": sorted(pending), "error": error}
     store.set(f"{prefix}/outcome", json.dumps(outcome))
@@ -226,7 +254,11 @@ def _welcome(
 
 
 def _arrive(
-    store: Store, launch: Launch, deadline: float, error: str | None = None
+    store: Store,
+    launch: Launch,
+    deadline: float,
+    error: str | None = None,
+    on_welcome: Callable[[], object] = lambda: None,
 ) -> tuple[str, dict[str, Any]]:
     """Runs the other ranks' part of the meeting: asks for the prefix, joins, awaits the outcome.
 
@@ -235,6 +267,7 @@ def _arrive(
         launch: the launcher's facts about this process.
         deadline: when to give up, on the monotonic clock.
         error: an error of this process, which ends the run.
+        on_welcome: called when rank 0 has answered; it then says for whom all wait.
 
     Returns:
         the prefix, and the outcome with the keys `missing` and `error`.
@@ -249,6 +282,7 @@ def _arrive(
 
     try:
         store.wait([f"welcome/{hello}"], remaining())
+        on_welcome()
         prefix = str(store.get(f"welcome/{hello}"), "utf-8")
         store.set(f"{prefix}/joined/{rank}", json.dumps(this_process()))
         # rank 0 gives up at about the same deadline

@@ -7,6 +7,7 @@ first failure of the run is also recorded here.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -48,13 +49,30 @@ class Report:
 
     Attributes:
         what: the current work, as text.
-        blame: 0 if it waits for other processes, 1 if it may wait for them, 2 if it is busy.
+        blame: 0 if it waits for other processes, 1 if it may wait for them, 2 if it is in a
+            collective call of the user's own, 3 if it is busy.
         progress: the number of steps begun.
+        idle_s: seconds since it last moved.
     """
 
     what: str
     blame: int
     progress: int = 0
+    idle_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A process's sign of life.
+
+    Attributes:
+        count: differs from that of the sign before.
+        overdue_s: seconds without progress beyond the limit of its current work; negative before
+            the limit, `-inf` without one.
+    """
+
+    count: int
+    overdue_s: float
 
 
 class ProcessStore:
@@ -80,28 +98,40 @@ class ProcessStore:
 
             store = HashStore()
         self._store = store
+        self._places: dict[int, str] = {}  # this process's own, also known to its clones
 
     def clone(self) -> ProcessStore:
         """Returns a `ProcessStore` with a separate connection, for another thread."""
-        return ProcessStore(self._store.clone() if self.size > 1 else None, self.rank, self.size)
+        store = self._store.clone() if self.size > 1 else None
+        clone = ProcessStore(store, self.rank, self.size)
+        clone._places = self._places
+        return clone
 
     def enter(self) -> list[ProcessId]:
         """Publishes this process's id, waits for all processes, and returns their ids by rank."""
+        self.beat(0, -math.inf)  # before the other key, so that `signs` never waits
         self._store.set(f"process/{self.rank}", json.dumps(this_process()))
         keys = [f"process/{rank}" for rank in range(self.size)]
         return [ProcessId(*json.loads(self._store.get(key))) for key in keys]
 
     def set_place(self, place: str) -> None:
         """Publishes the part of the model that this process has, such as `stage 1`."""
+        self._places[self.rank] = place
         self._store.set(f"place/{self.rank}", place)
 
     def place(self, rank: int) -> str:
-        """Returns the part of the model that a process has; "" if it has the whole model."""
+        """Returns the part of the model that a process has; "" if it has the whole model.
+
+        For this process itself it makes no request.
+        """
+        if rank == self.rank:
+            return self._places.get(rank, "")
         return self._value(f"place/{rank}") or ""
 
     def leave(self) -> None:
         """Publishes that this process ends normally."""
         self._store.set(f"left/{self.rank}", "")
+        self.acknowledge_failure()  # it has no need to know of one
 
     def end_together(self, seconds: float) -> None:
         """Waits, in rank 0, until all processes have called this, at most `seconds`.
@@ -110,32 +140,30 @@ class ProcessStore:
         """
         self._store.set(f"ended/{self.rank}", "")
         if self.rank == 0:
-            self._wait_for_all("ended", seconds)
+            keys = [f"ended/{rank}" for rank in range(self.size)]
+            wait_until(lambda: self._store.check(keys), seconds)
 
     def acknowledge_failure(self) -> None:
         """Publishes that this process knows of the failure that ends the run."""
         self._store.set(f"heard/{self.rank}", "")
 
-    def wait_for_acknowledgements(self, seconds: float) -> None:
-        """Waits until all processes have called `acknowledge_failure`, at most `seconds`."""
-        self.acknowledge_failure()
-        self._wait_for_all("heard", seconds)
-
-    def _wait_for_all(self, word: str, seconds: float) -> None:
-        keys = [f"{word}/{rank}" for rank in range(self.size)]
-        wait_until(lambda: self._store.check(keys), seconds)
+    def have_acknowledged(self, ranks: Sequence[int]) -> bool:
+        """Returns whether these processes have called `acknowledge_failure`, or have left."""
+        return not ranks or self._store.check([f"heard/{rank}" for rank in ranks])
 
     def has_left(self, rank: int) -> bool:
         """Returns whether a process has ended normally."""
         return self._store.check([f"left/{rank}"])
 
-    def beat(self, count: int) -> None:
-        """Publishes a sign of life; `count` must differ from the previous one."""
-        self._store.set(f"alive/{self.rank}", str(count))
+    def beat(self, count: int, overdue_s: float) -> None:
+        """Publishes a sign of life, see `Sign`."""
+        self._store.set(f"alive/{self.rank}", f"{count} {overdue_s:.2f}")
 
-    def beats(self, rank: int) -> int:
-        """Returns the last `count` of a process; 0 before the first."""
-        return int(self._value(f"alive/{rank}") or 0)
+    def signs(self, ranks: Sequence[int]) -> list[Sign]:
+        """Returns the last signs of life of these processes, in one request."""
+        texts = self._store.multi_get([f"alive/{rank}" for rank in ranks]) if ranks else []
+        values = [text.decode().split() for text in texts]
+        return [Sign(int(count), float(overdue)) for count, overdue in values]
 
     def claim(self, failure: Failure) -> Failure:
         """Records `failure` as the end of the run unless there is one; returns the recorded one."""

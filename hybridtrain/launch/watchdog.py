@@ -2,8 +2,10 @@
 
 A process whose main thread is blocked in a collective notices neither that another process has
 failed nor that the run has stalled. This thread notices both. It has a separate connection to the
-processes' store, and ends the process by `os._exit`, since a blocked thread cannot be stopped. A
-second thread notices when the store itself stops responding.
+processes' store, and ends the process by `os._exit`, since a blocked thread cannot be stopped.
+
+Rank 0 usually serves the store. If it is stopped, every request waits for as long as that lasts, so
+a second thread, the guard, makes no requests. It notices that the first one gets no answer.
 
 A host that loses power or network closes no connection: processes that wait for it in a collective
 wait until the collective's timeout, which is long because rank 0 may download or write. So every
@@ -14,8 +16,11 @@ read rank 0's. A process on a host that is cut off gets no answer, and detects t
     rank 2    reads rank 0's failure in the store     ->  ends
     rank 1    no answer from the store for too long   ->  ends
 
-If the run stalls, each process derives from its stacks what it is doing and whether it waits for
-others (`report`). The failure names the process that is not waiting for another.
+A run has stalled if no process moves. A process that waits for a slow one does not move either, so
+each sign of life says for how long its process has not moved (`Progress`), and a process that finds
+itself beyond its limit looks at those of all others. Then each process derives from its stacks what
+it is doing and whether it waits for others (`report`). The failure names the process that is not
+waiting for another.
 """
 
 from __future__ import annotations
@@ -23,14 +28,17 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import logging
+import math
+import os
 import secrets
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -42,11 +50,14 @@ from hybridtrain.launch.activity import (
     Work,
     activity,
     end_process,
+    ending_within,
     wait_until,
 )
+from hybridtrain.launch.environment import launcher_serves_store
 from hybridtrain.launch.error_file import write_error_file
-from hybridtrain.launch.process_id import has_ended, is_stopped, kill
-from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore, Report
+from hybridtrain.launch.limits import PRINT_S, VERDICT_S, say, within
+from hybridtrain.launch.process_id import ProcessId, has_ended, is_seen_from_here, is_stopped, kill
+from hybridtrain.launch.process_store import EXIT_STALLED, Failure, ProcessStore, Report, Sign
 from hybridtrain.schedule import WORDS
 
 # checked without importing the module
@@ -54,21 +65,27 @@ _TORCH = Path(str(getattr(find_spec("torch"), "origin", ""))).parent
 _LIBRARY = Path(__file__).parents[1]
 _STDLIB = Path(threading.__file__).parent
 
+_NOT_THE_USERS = (str(_LIBRARY), str(_TORCH), str(_STDLIB), "<")
+
+_NEUTRAL = tuple(str(_STDLIB / name) for name in ("threading.py", "queue.py", "contextlib.py"))
+# A collective call has its innermost frames here.
+_COLLECTIVES = (
+    *(str(_LIBRARY / name) for name in ("world.py", "_base/objects.py", "launch")),
+    str(_TORCH / "distributed"),
+)
 # An innermost frame in these files is waiting for another process, or for a thread that is examined
 # separately.
 _WAITS = (
+    *_COLLECTIVES,
     *(
         str(_LIBRARY / name)
         for name in (
-            "world.py",
-            "launch",
             "pipeline/message_wire.py",
             "pipeline/point_to_point.py",
             "pipeline/forward/engine.py",
             "pipeline/forward/turns.py",
         )
     ),
-    str(_TORCH / "distributed"),
 )
 # An innermost frame here may wait: a backward ends with an all-reduce that has no Python frame.
 _MAY_WAIT = (
@@ -143,24 +160,34 @@ def describe(action: tuple[str, int, int]) -> str:
 
 
 def _blame(frame: FrameType) -> int:
-    """Returns 0 if the innermost frame waits for others, 1 if it may, 2 if it is busy."""
-    innermost: FrameType | None = frame
+    """Returns 0 if the innermost frame waits for others, 1 if it may, 3 if it is busy.
+
+    A collective call that the user's code makes itself waits too. It counts 2: only this process
+    may have called it, while the others wait in a step.
+    """
     # skips queues, conditions and context managers: their caller decides
-    while innermost is not None and innermost.f_code.co_filename.startswith(
-        (str(_STDLIB / "threading.py"), str(_STDLIB / "queue.py"), str(_STDLIB / "contextlib.py"))
-    ):
-        innermost = innermost.f_back
+    innermost = _without(frame, _NEUTRAL)
     path = "" if innermost is None else innermost.f_code.co_filename
+    if path.startswith(_COLLECTIVES):
+        caller = _without(innermost, (*_NEUTRAL, *_COLLECTIVES))
+        if caller is not None and not caller.f_code.co_filename.startswith(_NOT_THE_USERS):
+            return 2
     if path.startswith(_WAITS):
         return 0
-    return 1 if path.startswith(_MAY_WAIT) else 2
+    return 1 if path.startswith(_MAY_WAIT) else 3
+
+
+def _without(frame: FrameType | None, files: tuple[str, ...]) -> FrameType | None:
+    """Returns the innermost frame that is not in one of these files or folders."""
+    outer = _frames(frame)
+    return next((each for each in outer if not each.f_code.co_filename.startswith(files)), None)
 
 
 def _user_frame(frame: FrameType | None) -> str:
     """Returns the location of the innermost frame in the user's code, or ""."""
     for user_frame in _frames(frame):
         path = user_frame.f_code.co_filename
-        if not path.startswith((str(_LIBRARY), str(_TORCH), str(_STDLIB), "<")):
+        if not path.startswith(_NOT_THE_USERS):
             summary = traceback.extract_stack(user_frame, limit=1)[0]
             return f'File "{summary.filename}", line {summary.lineno}, in {summary.name}'
     return ""
@@ -173,9 +200,76 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 BEAT_S = 2.0
-"""Seconds between two signs of life."""
+"""Seconds between two signs of life, at most."""
 
 _LEAST_S = 20.0
+_TICK_S = 0.25
+# Time limits for a process to exit after a failure, and after an interruption.
+_GRACE_S = 2.0
+_GRACE_INTERRUPTED_S = 15.0
+_WAIT_FOR_STACKS_S = 2.0
+# The first steps and the first evaluation may compile, rehearse and fill caches.
+_FIRST_TIMES = 4.0
+_FIRST_STEPS = 2
+# Work that may take long without progress, and the factor by which its limit is extended.
+_LONG = {Phase.SAVE: 10.0, Phase.SETUP: math.inf, Phase.WAIT: math.inf}
+
+
+class Progress:
+    """When this process has moved last: begun other work, another step or another action of one.
+
+    The threads of the watchdog look at the record of the activity several times a second, so the
+    threads that train do nothing for it. No two states of a run are equal, because steps are
+    numbered and each action occurs once in a step.
+
+    Args:
+        record: the record of what this process is doing.
+        stall_s: seconds without progress that are allowed; 0 for no limit.
+    """
+
+    def __init__(self, record: Activity, stall_s: float) -> None:
+        self._record = record
+        self._stall_s = stall_s
+        self._state: object = None
+        self._since = self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Compares the record with what it was at the last look."""
+        record, now = self._record, time.monotonic()
+        lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
+        state = record.work, record.steps, lanes
+        # or this process itself was stopped meanwhile
+        if state != self._state or now - self._looked > 20 * _TICK_S:
+            self._state, self._since = state, now
+        self._looked = now
+
+    def idle_s(self) -> float:
+        """Returns the seconds since this process last moved."""
+        return time.monotonic() - self._since
+
+    def overdue_s(self) -> float:
+        """Returns the seconds without progress beyond the limit, see `Sign`."""
+        overdue = self.idle_s() - self.limit(self._record.work)
+        if overdue >= 0 and stands_in_debugger():
+            self._since = time.monotonic()
+            return -self._stall_s
+        return overdue
+
+    def limit(self, work: Work | None) -> float:
+        """Returns the seconds without progress that `work` may take.
+
+        None is the time between two steps of a script. It counts if others wait for this process.
+        """
+        if self._stall_s <= 0:
+            return math.inf
+        if work is None:
+            return self._stall_s
+        phase, steps = work.phase, self._record.steps
+        first = steps - self._record.entered.get(phase, steps) <= _FIRST_STEPS
+        # processes synchronize only at the end of an evaluation, where they may wait for the first
+        # batch of one
+        first |= phase is Phase.EVALUATE and self._record.evaluations <= 1
+        return self._stall_s * max(_LONG.get(phase, 1.0), _FIRST_TIMES if first else 1.0)
 
 
 class Liveness:
@@ -184,6 +278,7 @@ class Liveness:
     Args:
         store: the store of the processes; only one thread may use it.
         timeout_s: seconds without a sign of life after which a process counts as gone; at least 20.
+        stall_s: seconds without progress after which a run ends. Signs come several times in it.
         clock: returns the time in seconds; for tests.
 
     Attributes:
@@ -191,32 +286,43 @@ class Liveness:
     """
 
     def __init__(
-        self, store: ProcessStore, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        store: ProcessStore,
+        timeout_s: float,
+        stall_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.timeout_s = max(timeout_s, _LEAST_S)
         self._store = store
         self._clock = clock
-        self._watched_ranks = [rank for rank in range(store.size) if rank != store.rank]
-        if store.rank != 0:
-            self._watched_ranks = [0]
-        self._counts: dict[int, int] = {}
+        self._every_s = min(BEAT_S, max(_TICK_S, stall_s / 4)) if stall_s > 0 else BEAT_S
+        self._others = [rank for rank in range(store.size) if rank != store.rank]
+        # rank 0 watches all, and the others watch rank 0
+        self._watched_ranks = self._others if store.rank == 0 else [0]
+        self._signs: dict[int, Sign] = {}
         self._changed: dict[int, float] = {}
         self._next = 0.0
         self._beat_count = 0
         self._answered = clock()
 
-    def beat(self) -> None:
-        """Publishes a sign of life and reads the other processes' signs, if they are due."""
+    def beat(self, overdue_s: float = -math.inf, looks_at_all: bool = False) -> None:
+        """Publishes a sign of life and reads the other processes' signs, if they are due.
+
+        Args:
+            overdue_s: see `Sign`.
+            looks_at_all: whether to read the signs of all processes, for `all_stand`.
+        """
         now = self._clock()
         if now >= self._next:
-            self._next = now + BEAT_S
+            self._next = now + self._every_s
             self._beat_count += 1
-            self._store.beat(self._beat_count)
-            for rank in self._watched_ranks:
-                count = self._store.beats(rank)
-                if count != self._counts.get(rank):
-                    self._counts[rank] = count
+            self._store.beat(self._beat_count, overdue_s)
+            ranks = self._others if looks_at_all else self._watched_ranks
+            for rank, sign in zip(ranks, self._store.signs(ranks), strict=True):
+                known = self._signs.get(rank)
+                if known is None or known.count != sign.count:
                     self._changed[rank] = self._clock()
+                self._signs[rank] = sign
         self._answered = self._clock()
 
     def silent(self) -> tuple[int, float] | None:
@@ -228,21 +334,27 @@ class Liveness:
                 return rank, seconds
         return None
 
+    def stands(self, rank: int) -> bool:
+        """Returns whether a process has reported that it has not moved within its limit.
+
+        If its last sign is old, the time since then counts too.
+        """
+        sign = self._signs.get(rank)
+        if sign is None:  # not read yet
+            return False
+        seconds = self._clock() - self._changed[rank]
+        late = seconds - self._every_s if seconds > 2.5 * self._every_s else 0.0
+        return sign.overdue_s + late >= 0
+
     def unanswered_s(self) -> float:
         """Returns for how many seconds the store has not answered; callable from any thread."""
         return self._clock() - self._answered
 
 
-_TICK_S = 0.25
-# Time limits for a process to exit after a failure, and after an interruption.
-_GRACE_S = 2.0
-_GRACE_INTERRUPTED_S = 15.0
-_WAIT_FOR_STACKS_S = 2.0
-# The first steps and the first evaluation may compile, rehearse and fill caches.
-_FIRST_TIMES = 4.0
-_FIRST_STEPS = 2
-# Work that may take long without progress, and the factor by which its limit is extended.
-_LONG = {Phase.SAVE: 10.0, Phase.SETUP: float("inf")}
+# More than the limits of all that a process waits for when it ends.
+_TO_END_S = WAIT_FOR_SAVE_S + VERDICT_S + 5 * PRINT_S
+
+_SILENCE = "the limit is timeout_s, at least 20 s"
 
 _log = logging.getLogger(__name__)
 
@@ -264,6 +376,9 @@ class Watchdog:
         timeout_s: the timeout of collectives, in seconds.
         record: the record of what this process is doing.
 
+    Raises:
+        RuntimeError: the store is gone or does not answer.
+
     Attributes:
         store: the store of the processes, for the main thread.
         stacks: the folder for the stacks of a stalled run; None for a new folder in the temporary
@@ -282,10 +397,12 @@ class Watchdog:
         self.exit_code = 1
         self.known_failure: Failure | None = None
         self.prints_failures = True
-        self._processes = store.enter()
+        self._processes = within(timeout_s + _LEAST_S, store.enter)
         # a connection of its own: on one, the main thread's wait for a key would block the beats
-        self._store = store.clone()
-        self._liveness = Liveness(self._store, timeout_s)
+        self._store = within(_LEAST_S, store.clone)
+        self._liveness = Liveness(self._store, timeout_s, stall_s)
+        self._progress = Progress(record, stall_s)
+        self._store_is_gone = self._is_ending = False
         self._stall_s = stall_s
         self._activity = record
         self._ended = threading.Event()
@@ -300,9 +417,9 @@ class Watchdog:
             atexit.unregister(_current.end_threads)
         _current = self
         if not self._threads:
-            alone = self._store.size == 1
-            # the first thread calls the store, which may never answer: the second notices that
-            targets = [self._watch] if alone else [self._watch, self._watch_store]
+            targets = [self._watch]
+            if self._store.size > 1:
+                targets.append(self._guard)
             self._threads = [
                 threading.Thread(target=target, name="watchdog", daemon=True) for target in targets
             ]
@@ -317,7 +434,7 @@ class Watchdog:
         if _current is self:
             _current = None
         with suppress(RuntimeError):
-            self.store.leave()
+            within(VERDICT_S, self.store.leave)
         self.end_threads()
         atexit.unregister(self.end_threads)
         self._activity.set(None)
@@ -353,9 +470,17 @@ class Watchdog:
         return Failure(
             self._store.rank,
             f"{self.name(self._store, rank)} has not responded for {seconds:.0f} "
-            f"s{self._last_seen(self._store, rank)}: its host or the network to it is down, or "
-            "the process is stopped (the limit is timeout_s, at least 20 s)",
+            f"s{self._last_seen(self._store, rank)}: {self._why_silent(rank)} ({_SILENCE})",
+            unresponsive=(self._processes[rank],),
         )
+
+    def _why_silent(self, rank: int) -> str:
+        process = self._processes[rank]
+        if is_stopped(process):
+            return "the process is stopped"
+        if is_seen_from_here(process):
+            return "the process is in a call that does not return, or its host is overloaded"
+        return "its host or the network to it is down, or the process is stopped"
 
     def process_gone(self, seconds: float) -> Failure | None:
         """Returns a failure about a process of another host that has ended, or None.
@@ -363,14 +488,11 @@ class Watchdog:
         Called by the main thread after a broken connection; watches signs of life for `seconds`.
         """
         store = self.store
-        beats_before = [store.beats(rank) for rank in range(store.size)]
+        ranks = range(store.size)
+        signs_before = store.signs(ranks)
         time.sleep(max(seconds, 2.5 * BEAT_S))
-        for rank in range(store.size):
-            if (
-                rank != store.rank
-                and store.beats(rank) == beats_before[rank]
-                and not store.has_left(rank)
-            ):
+        for rank, before, sign in zip(ranks, signs_before, store.signs(ranks), strict=True):
+            if rank != store.rank and sign == before and not store.has_left(rank):
                 return Failure(
                     store.rank,
                     f"{self.name(store, rank)} is gone: its connection broke, and it does not "
@@ -379,41 +501,100 @@ class Watchdog:
                 )
         return None
 
-    def main_gone(self) -> str:
-        """Returns a message about the end of rank 0, used when its store is gone."""
-        process = self._processes[0]
-        return (
-            f"lost the connection to the processes' store: rank 0 (pid {process.pid} on "
-            f"{process.host}) or its launcher has ended; check its output"
+    def store_gone(self) -> Failure:
+        """Returns a failure about a store that is gone or does not answer.
+
+        Rank 0 serves it, or its launcher. No request to the store is made.
+        """
+        rank = self._store.rank
+        if self.main_is_stopped:
+            line = f"{self._main} has not responded for {self._liveness.unanswered_s():.0f} s"
+            process = self._processes[0]
+            return Failure(rank, f"{line}: the process is stopped", unresponsive=(process,))
+        return Failure(
+            rank,
+            f"lost the connection to the processes' store: {self._main} or its launcher has ended; "
+            "check its output",
         )
 
-    def _watch_store(self) -> None:
-        """Ends this process when the store stops responding."""
+    @property
+    def main_is_stopped(self) -> bool:
+        """Whether rank 0 serves the store, runs on this host and is stopped."""
+        return self._main_serves and is_stopped(self._processes[0])
+
+    @property
+    def _main_serves(self) -> bool:
+        return not launcher_serves_store(os.environ)
+
+    @property
+    def _main(self) -> str:
+        """The name of rank 0, without a request to the store."""
+        process = self._processes[0]
+        return f"rank 0 (pid {process.pid} on {process.host})"
+
+    def _guard(self) -> None:
+        """Ends this process where the other thread cannot, because the store does not answer."""
         last_tick = since = time.monotonic()
-        while not self._ended.wait(1.0):
+        while not self._ended.wait(_TICK_S):
             now = time.monotonic()
             if now - last_tick > 20 * _TICK_S:  # this process itself was stopped meanwhile
                 since = now
             last_tick = now
+            self._progress.look()
             seconds = min(self._liveness.unanswered_s(), now - since)
-            if seconds <= self._liveness.timeout_s or self._activity.work is None:
+            if self._store_is_gone:
+                failure = self._stall_without_store()
+            elif seconds > self._liveness.timeout_s:
+                failure = self._unanswered(seconds)
+            elif seconds > BEAT_S and self.main_is_stopped:
+                failure = self._stall_without_store()
+            else:
                 continue
-            host = self._processes[0].host
-            rank = self._store.rank
-            failure = Failure(
+            if failure is not None:
+                self._print_and_end(failure)
+
+    def _unanswered(self, seconds: float) -> Failure:
+        """Returns the failure about a store that has not answered for `seconds`."""
+        rank = self._store.rank
+        if not self._main_serves:
+            return Failure(
                 rank,
-                f"rank {rank} on {self._processes[rank].host} has been cut off from rank 0 "
-                f"on {host} for {seconds:.0f} s: that host or the network is down (the limit is "
-                "timeout_s, at least 20 s)",
+                f"the processes' store, which the launcher serves at MASTER_ADDR, has not answered "
+                f"rank {rank} on {self._processes[rank].host} for {seconds:.0f} s: the launcher is "
+                f"stopped, or its host or the network to it is down ({_SILENCE})",
             )
-            self._print_and_end(failure)
+        host = self._processes[0].host
+        if is_seen_from_here(self._processes[0]):
+            line = f"{self._main} has not responded for {seconds:.0f} s: {self._why_silent(0)}"
+        else:
+            line = (
+                f"rank {rank} on {self._processes[rank].host} has been cut off from rank 0 on "
+                f"{host} for {seconds:.0f} s: that host or the network is down, or rank 0 is "
+                "stopped"
+            )
+        return Failure(rank, f"{line} ({_SILENCE})", unresponsive=(self._processes[0],))
+
+    def _stall_without_store(self) -> Failure | None:
+        """Returns a failure if this process waits beyond its limit, and rank 0 is gone or stopped.
+
+        Between two steps it may have all it needs, and ends by itself.
+        """
+        if self._activity.work is None or self._progress.overdue_s() < 0:
+            return None
+        gone = self.store_gone()
+        return replace(
+            gone,
+            line=f"{gone.line}; no progress for {self._progress.idle_s():.0f} s "
+            f"{summary(self._activity)} (the limit, stall_s, is {self._stall_s:g} s)",
+            exit_code=EXIT_STALLED,
+        )
 
     def explain_stall(self, store: ProcessStore, seconds: float) -> Failure | None:
         """Collects the stacks of all processes and finds the process that the others wait for.
 
         Args:
             store: the store of the processes, for the calling thread.
-            seconds: how long the run has stalled.
+            seconds: for how long this process has waited.
 
         Returns:
             the failure; None if another process collects the stacks.
@@ -441,8 +622,10 @@ class Watchdog:
             culprit = min(
                 ranks, key=lambda rank: (-reports[rank].blame, reports[rank].progress, rank)
             )
-            name = self.short_name(store, culprit)
-            line = f"{name} has made no progress for {seconds:.0f} s {reports[culprit].what}"
+            name, seen = self.short_name(store, culprit), reports[culprit]
+            line = f"{name} has made no progress for {seen.idle_s:.0f} s {seen.what}"
+            if seen.idle_s < seconds / 2:  # a collective call has timed out
+                line = f"rank {store.rank} has waited {seconds:.0f} s for {name}, {seen.what}"
         return Failure(
             store.rank,
             f"{line}; the stacks of all ranks are in {folder} (the limit, "
@@ -470,32 +653,27 @@ class Watchdog:
         return f", last seen {doing.what}" if doing else ""
 
     def _watch(self) -> None:
-        # A RuntimeError means that the store is gone because the launcher or rank 0 has died. The
-        # system signals the parent's death, and collectives detect rank 0's.
         try:
-            with suppress(RuntimeError):
-                self._run()
+            self._run()
+        except RuntimeError:
+            # The launcher or rank 0 has ended, perhaps after all its work. If it has died, the
+            # system signals the launcher's death, and collectives detect rank 0's.
+            self._store_is_gone = True
         except Exception:
             _log.exception("the watchdog failed; the run continues without it")
             self._ended.set()
 
     def _run(self) -> None:
-        state: object = None
         published = ""
-        since = last_tick = time.monotonic()
+        progress, record, size = self._progress, self._activity, self._store.size
         while not self._ended.wait(_TICK_S):
-            now = time.monotonic()
-            work = self._activity.work
-            if self._store.size > 1:
-                self._liveness.beat()
-            record = self._activity
-            lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
-            current = record.work, record.steps, lanes
-            if (
-                current != state or now - last_tick > 20 * _TICK_S
-            ):  # this process itself was stopped meanwhile
-                state, since = current, now
-            last_tick = now
+            progress.look()
+            work = record.work
+            overdue = progress.overdue_s()
+            if size > 1:
+                # not all the time, since that is a request per process for each of the others
+                looks_at_all = work is not None and overdue > -progress.limit(work) / 2
+                self._liveness.beat(overdue, looks_at_all)
             failure = self._store.failure()
             if failure is not None:
                 self._follow(failure)
@@ -504,41 +682,39 @@ class Watchdog:
                 self._answer(self._store, Path(folder))
             if work is None:
                 continue
-            if self._store.size > 1:
+            if size > 1:
                 lost = self.lost_process(self._store)
                 lost = lost or self.silent_process()
                 if lost is not None:
                     self._end(lost)
-                doing = summary(self._activity)
+                doing = summary(record)
                 if doing != published and work.phase is not Phase.SETUP:
                     self._store.publish("doing", Report(doing, 0))
                     published = doing
-            if now - since >= self._limit(work):
-                if stands_in_debugger():
-                    since = now
-                    continue
-                stall = self.explain_stall(self._store, now - since)
+            if overdue >= 0 and self._all_stand():
+                stall = self.explain_stall(self._store, progress.idle_s())
                 if stall is not None:
                     self._end(stall)
 
-    def _limit(self, work: Work) -> float:
-        """Returns the seconds without progress that `work` may take."""
-        if self._stall_s <= 0:
-            return float("inf")
-        phase, steps = work.phase, self._activity.steps
-        first = steps - self._activity.entered.get(phase, steps) <= _FIRST_STEPS
-        # processes synchronize only at the end of an evaluation, where they may wait for the first
-        # batch of one
-        first |= phase is Phase.EVALUATE and self._activity.evaluations <= 1
-        return self._stall_s * max(_LONG.get(phase, 1.0), _FIRST_TIMES if first else 1.0)
+    def _all_stand(self) -> bool:
+        """Returns whether no other process moves either."""
+        return all(
+            rank == self._store.rank
+            or self._liveness.stands(rank)
+            or is_stopped(process)
+            or self._store.has_left(rank)
+            for rank, process in enumerate(self._processes)
+        )
 
     def _answer(self, store: ProcessStore, folder: Path) -> None:
         """Publishes this process's report and writes its stacks, to `folder` by default."""
         if not self._answered:
             self._answered = True
-            store.publish("stands", report(self._activity))
-            with suppress(OSError):
-                write_stacks((self.stacks or folder) / f"rank_{store.rank}.txt")
+            seen = replace(report(self._activity), idle_s=self._progress.idle_s())
+            store.publish("stands", seen)
+            # the folder may be on the disk that does not answer
+            with suppress(OSError, RuntimeError):
+                within(PRINT_S, write_stacks, (self.stacks or folder) / f"rank_{store.rank}.txt")
 
     def _end(self, failure: Failure) -> None:
         """Records `failure` as the run's, prints it unless there is an earlier one, and exits."""
@@ -553,13 +729,13 @@ class Watchdog:
 
     def _tell_and_end(self, failure: Failure, at: float, prints: bool = True) -> None:
         """Prints a failure, writes it to torchrun's error file with the time `at`, and exits."""
-        try:
-            with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
-                if prints:
-                    print(f"error: {failure.line}", file=sys.stderr, flush=True)
-            write_error_file(failure.line, at)
-        finally:
-            self.end(failure)
+        self._is_ending = True
+        with ending_within(_TO_END_S, self.exit_code):
+            with suppress(OSError, RuntimeError):
+                within(PRINT_S, write_error_file, failure.line, at)
+            if prints:
+                say(f"error: {failure.line}")
+            self._end_process(failure, self._store)
 
     def _follow(self, failure: Failure) -> None:
         """Ends this process because another process reported a failure."""
@@ -575,14 +751,56 @@ class Watchdog:
             if self._ended.wait(grace):
                 return
         if failure.rank == self._store.rank:
-            self.end(failure)
+            self._end_process(failure, self._store)
         else:
             # later than the process that failed: torchrun reports the earliest error
             self._tell_and_end(failure, failure.time + 1, prints=self.prints_failures)
 
     def end(self, failure: Failure) -> None:
-        """Ends this process, and kills unresponsive processes of this host."""
-        for process in failure.unresponsive:
-            kill(process)
-        stands_in_save = failure.exit_code == EXIT_STALLED and self._activity.is_in(Phase.SAVE)
-        end_process(self.exit_code, 0.0 if stands_in_save else WAIT_FOR_SAVE_S)
+        """Ends this process; called by the main thread.
+
+        Kills unresponsive processes of this host. Rank 0 leaves last, see `wait_for_readers`.
+        """
+        self._end_process(failure, self.store)
+
+    def _end_process(self, failure: Failure, store: ProcessStore) -> None:
+        def kill_unresponsive() -> None:
+            # at last: connections break when they end, and the main thread would report that
+            for process in failure.unresponsive:
+                kill(process)
+
+        with ending_within(_TO_END_S, self.exit_code):
+            self._wait_for_readers(store, failure.unresponsive)
+            stands_in_save = failure.exit_code == EXIT_STALLED and self._activity.is_in(Phase.SAVE)
+            wait_for_save = 0.0 if stands_in_save else WAIT_FOR_SAVE_S
+            end_process(self.exit_code, wait_for_save, at_last=kill_unresponsive)
+
+    def await_end(self) -> None:
+        """Waits for the end of this process if a thread of the watchdog reports why it ends.
+
+        Called by the main thread, which would report the broken connections of that end.
+        """
+        if self._is_ending:
+            time.sleep(_TO_END_S)
+
+    def wait_for_readers(self) -> None:
+        """Waits, in rank 0, until the others know why the run ends, at most `VERDICT_S`.
+
+        The store may end with rank 0. Called by the main thread.
+        """
+        self._wait_for_readers(self.store)
+
+    def _wait_for_readers(
+        self, store: ProcessStore, unresponsive: Collection[ProcessId] = ()
+    ) -> None:
+        if store.rank != 0 or store.size == 1:
+            return
+
+        def all_know() -> bool:
+            others = list(enumerate(self._processes))[1:]
+            return store.have_acknowledged(
+                [rank for rank, it in others if it not in unresponsive and not has_ended(it)]
+            )
+
+        with suppress(RuntimeError):  # the store is gone
+            within(VERDICT_S, wait_until, all_know, VERDICT_S)

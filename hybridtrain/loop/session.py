@@ -44,6 +44,7 @@ from hybridtrain.errors import (
     argument,
     setting,
 )
+from hybridtrain.launch import activity
 from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loss import LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
@@ -77,7 +78,8 @@ class PreparedModel:
         # gloo sends CPU tensors
         sent = tree_map_only(object, _to_cpu, output) if self.hybrid.owns_output else None
         owner = self.hybrid.pipeline.output_process
-        return objects.broadcast(sent, world.pipeline_object_group, owner)
+        with activity.waiting():
+            return objects.broadcast(sent, world.pipeline_object_group, owner)
 
     def train(self, mode: bool = True) -> PreparedModel:
         """Sets training mode, like `nn.Module.train`."""

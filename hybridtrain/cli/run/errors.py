@@ -38,18 +38,21 @@ from hybridtrain.errors import (
     WorldError,
 )
 from hybridtrain.launch import (
+    EXIT_STALLED,
     Failure,
     Launch,
     current,
     detect,
     end_process,
     exit_code,
-    find_cause,
+    first_failure,
     ignore_signals,
     in_one_line,
     restore_signals,
+    say,
     store_gone,
     tell_failure,
+    within,
     write_error_file,
 )
 
@@ -96,23 +99,23 @@ def report(error: BaseException) -> int:
     if threading.current_thread() is threading.main_thread():
         # the launcher sends it because another process ended, which we are about to report
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    watchdog.exit_code = code
+    if watchdog.exit_code != EXIT_STALLED:
+        watchdog.exit_code = code
     _write_to_log(error)
-    name = f"rank {rank}"
-    with suppress(RuntimeError):  # the store is gone
-        name = watchdog.short_name(watchdog.store, rank)
+    name = watchdog.short_name(watchdog.store, rank)
     if isinstance(error, DataError) and copied_problem(error) is None:
         # a file may be missing on one node only
         text, line = f"{text}, on {name}", f"{line}, on {name}"
     failure = Failure(rank, line if isinstance(error, UserError) else f"{name}: {line}", code)
     try:
-        first = find_cause(error, watchdog) or watchdog.store.claim(failure)
-    except RuntimeError:  # the store is gone because the launcher or rank 0 ended
+        first, _ = first_failure(failure, error, watchdog)
+    except RuntimeError:  # the launcher or rank 0 has ended, or does not answer
         if rank != 0 and isinstance(error, UserError):
             end_process(code)  # rank 0 reports the same error
         first = store_gone(failure, error, watchdog)
         if first is not failure:
             failure, text = first, f"error: {first.line}"
+    watchdog.await_end()
     if first is failure or first == failure:
         _say(text, failure.line, failure.time, on=f"on {name}")
     elif first.rank == rank:  # this process detected a failure of another one
@@ -123,12 +126,12 @@ def report(error: BaseException) -> int:
         # the launcher ended this process because another failed; srun returns the largest code
         watchdog.exit_code = code = first.exit_code
     _keep_code(code)
-    if first.exit_code == 4:
-        watchdog.end(first)
+    if first.exit_code == EXIT_STALLED:
+        watchdog.exit_code = EXIT_STALLED
     if code == Interrupted.exit_code:
         with suppress(RuntimeError):
-            watchdog.store.end_together(_WAIT_FOR_ENDS_S)
-    end_process(code)
+            within(_WAIT_FOR_ENDS_S, watchdog.store.end_together, _WAIT_FOR_ENDS_S)
+    watchdog.end(first)
     return code
 
 
@@ -205,8 +208,7 @@ def _say(text: str, line: str, at: float, on: str = "") -> None:
     write_error_file(line, at)
     one_line = text == line or text.startswith("error: ")
     shown = printable(text if one_line or not on else f"{text}\n{on}")
-    print(with_red_error(shown, sys.stderr), file=sys.stderr)
-    sys.stderr.flush()
+    say(with_red_error(shown, sys.stderr))
 
 
 def _launch() -> Launch | None:

@@ -10,7 +10,7 @@ import pytest
 
 from hybridtrain._base.torch_private import HashStore
 from hybridtrain.cli.run import errors as error_report
-from hybridtrain.launch import ProcessStore, Watchdog, signals, this_process
+from hybridtrain.launch import Failure, ProcessStore, Watchdog, signals, this_process
 
 
 @pytest.fixture
@@ -48,11 +48,17 @@ def test_a_signal_while_the_cause_is_looked_for_in_other_processes_does_not_hide
 
     store = HashStore()
     store.set("process/1", json.dumps(this_process()))
+    store.set("heard/1", "")
     watchdog = Watchdog(ProcessStore(store, 0, 2), 10, 600)
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(error_report, "current", lambda: watchdog)
     monkeypatch.setattr(error_report, "_launch", lambda: SimpleNamespace(rank=0, size=2))
-    monkeypatch.setattr(error_report, "find_cause", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+    def signalled(failure: Failure, *_: object) -> tuple[Failure, bool]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return failure, False
+
+    monkeypatch.setattr(error_report, "first_failure", signalled)
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(Ended, match="1"):

@@ -1,5 +1,7 @@
 """Signs of life: which process is gone, as others see it and as it sees itself."""
 
+import math
+
 from support.clock import Clock
 
 from hybridtrain._base.torch_private import HashStore
@@ -10,7 +12,9 @@ from hybridtrain.launch.watchdog import BEAT_S, Liveness
 def processes(size, timeout_s):
     store, clock = HashStore(), Clock(100.0)
     jobs = [ProcessStore(store, rank, size) for rank in range(size)]
-    return jobs, [Liveness(job, timeout_s, clock) for job in jobs], clock
+    for job in jobs:
+        job.beat(0, -math.inf)
+    return jobs, [Liveness(job, timeout_s, clock=clock) for job in jobs], clock
 
 
 def live(clock, alive, seconds):
@@ -66,3 +70,34 @@ def test_a_process_that_is_cut_off_knows_how_long_the_store_has_not_answered():
 
 def test_a_short_timeout_of_collectives_does_not_end_a_process_that_is_slow():
     assert processes(2, 1)[1][0].timeout_s == 20
+
+
+def test_a_process_stands_if_its_last_sign_says_so_or_is_old():
+    _, all_three, clock = processes(3, 60)
+    live(clock, all_three, 10)
+    first = all_three[0]
+    assert not first.stands(1)  # its work has no limit
+    for overdue_s, stands in [(-3.0, False), (0.5, True), (-3.0, False)]:
+        clock.now += BEAT_S
+        all_three[1].beat(overdue_s)
+        first.beat()
+        assert first.stands(1) is stands
+    for _ in range(2):  # a sign may be late
+        clock.now += BEAT_S
+        first.beat()
+        assert not first.stands(1)
+    clock.now += BEAT_S
+    first.beat()
+    assert first.stands(1)
+
+
+def test_only_rank_0_and_a_process_that_waits_itself_look_at_all_others():
+    _, all_three, clock = processes(3, 60)
+    live(clock, all_three, 10)
+    clock.now += BEAT_S
+    all_three[2].beat(1.0)
+    all_three[1].beat(-1.0)
+    assert not all_three[1].stands(2)
+    clock.now += BEAT_S
+    all_three[1].beat(1.0, looks_at_all=True)
+    assert all_three[1].stands(2)

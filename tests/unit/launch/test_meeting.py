@@ -117,11 +117,32 @@ def test_a_process_that_ends_while_the_others_are_awaited_is_named_at_once(monke
     assert f"rank 1 (process {child.pid} on {dead.host}) ended before all 3" in str(error)
 
 
+def test_the_others_say_that_they_wait_for_rank_0_and_where(monkeypatch, caplog):
+    monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.0)
+    _, one = launches(2)
+    with pytest.raises(WorldError, match="rank 1 could not join"):
+        meet(one, {}, 0.5)
+    where = ":".join(map(str, one.master))
+    assert f"rank 1 is waiting for rank 0 to serve the rendezvous at {where}" in caplog.text
+
+
+def test_a_server_that_answers_nothing_is_waited_for_no_longer_than_the_limit(monkeypatch):
+    monkeypatch.setattr(meeting, "_TELL_S", 0.1)
+    _, one = launches(2)
+    with socket() as mute:
+        mute.bind(one.master)
+        mute.listen()
+        with pytest.raises(WorldError, match="rank 1 could not join"):
+            meet(one, {}, 0.5)
+
+
 def test_rank_0_says_which_ranks_it_waits_for(monkeypatch, caplog):
     monkeypatch.setattr(meeting, "_SAY_AFTER_S", 0.0)
     zero, one, _ = launches(3)
     together(joins(zero, timeout_s=1), joins(one, timeout_s=1))
-    (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.msg]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "rank 0 is waiting" in record.msg
+    ]
     assert line in (
         "rank 0 is waiting for ranks 1, 2 of 3 processes to join",
         "rank 0 is waiting for rank 2 of 3 processes to join",

@@ -1,5 +1,7 @@
 """The watchdog: which processes have ended, how long what may take, what an end waits for."""
 
+import json
+import math
 import os
 import sys
 import threading
@@ -23,6 +25,7 @@ from hybridtrain.launch import (
     process_id,
     this_process,
     watchdog,
+    within,
 )
 from hybridtrain.launch.activity import Activity
 from hybridtrain.launch.process_id import is_stopped, kill
@@ -68,12 +71,12 @@ def test_each_run_of_a_process_may_take_longer_in_its_first_steps():
         record.now(Phase.SETUP)
         record.steps += 100  # an evaluation before the first step
         record.now(Phase.TRAIN, 1)
-        assert watch._limit(record.work) == 40, again
+        assert watch._progress.limit(record.work) == 40, again
         record.steps += 3
         record.now(Phase.TRAIN, 4)
-        assert watch._limit(record.work) == 10
+        assert watch._progress.limit(record.work) == 10
         record.now(Phase.EVALUATE, 4)
-        assert watch._limit(record.work) == 40
+        assert watch._progress.limit(record.work) == 40
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -212,7 +215,7 @@ def test_a_layer_that_stands_still_is_named_by_stage_micro_batch_and_line():
     assert seen.what.startswith("in the forward of micro-batch 0 on stage 1 (step ")
     assert f'File "{__file__}", line ' in seen.what
     assert seen.what.endswith("in forward")
-    assert seen.blame == 2
+    assert seen.blame == 3
     assert "micro-batch" not in report(activity).what
 
 
@@ -224,7 +227,42 @@ def test_the_first_evaluation_as_a_whole_may_take_longer():
         record.steps += 50
         record.now(Phase.EVALUATE, 50)
         record.steps += 20  # done with its part, it waits for the first batch of another one
-        assert watch._limit(record.work) == limit
+        assert watch._progress.limit(record.work) == limit
+
+
+def test_rank_0_ends_after_the_others_have_read_why():
+    store = HashStore()
+    others = [ProcessStore(store, rank, 3) for rank in (1, 2)]
+    for other in others:
+        other.beat(0, -math.inf)
+        store.set(f"process/{other.rank}", json.dumps(this_process()))
+    watch = Watchdog(ProcessStore(store, 0, 3), 10, 600)
+    waiting = threading.Thread(target=watch.wait_for_readers, daemon=True)
+    waiting.start()
+    others[0].acknowledge_failure()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    others[1].leave()  # it ends normally, and reads nothing
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_a_call_is_left_to_its_thread_after_the_limit():
+    never = threading.Event()
+    with pytest.raises(RuntimeError, match="no answer within"):
+        within(0.05, never.wait)
+    never.set()
+    assert within(20, sum, [1, 2]) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(20, divmod, 1, 0)
+
+
+def test_the_name_of_this_process_takes_no_request_to_the_store(monkeypatch):
+    watch = Watchdog(ProcessStore(None, 0, 1), 10, 600)
+    watch.store.set_place("stage 1")
+    monkeypatch.setattr(watch.store, "_store", None)
+    name = watch.short_name(watch.store, 0)
+    assert name == f"rank 0 (stage 1, {os.uname().nodename})"
 
 
 def test_rank_0_of_an_interrupted_run_ends_after_the_others_but_does_not_wait_for_ever() -> None:
