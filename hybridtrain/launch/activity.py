@@ -7,6 +7,7 @@ record.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -200,12 +201,20 @@ activity = Activity()
 def end_process(code: int, wait_for_save: float = WAIT_FOR_SAVE_S) -> None:
     """Ends this process without waiting for its threads and connections.
 
+    Kills its daemonic child processes, such as the workers of a `DataLoader`. The interpreter would
+    end them at exit, and a worker that hangs or is stopped does not notice the end of its parent.
+
     Args:
         code: the exit code.
         wait_for_save: seconds to wait for a checkpoint that is being written.
     """
     activity.wait_for_save(wait_for_save)
     try:
+        for child in multiprocessing.active_children():
+            # `is_alive` asserts that this process, not one that it was forked from, is the parent
+            with suppress(AssertionError, OSError, ValueError):
+                if child.daemon and child.is_alive():
+                    child.kill()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()

@@ -22,7 +22,7 @@ from hybridtrain.loss.by_name import (
     mse,
     nll,
 )
-from hybridtrain.loss.captures import SeenLosses
+from hybridtrain.loss.captures import SeenLosses, loss_facts
 from hybridtrain.loss.counted import (
     CountedLoss,
     MeanLoss,
@@ -82,6 +82,7 @@ __all__ = [
     "cross_entropy",
     "direction",
     "is_of_model",
+    "loss_facts",
     "main_output",
     "metric_of",
     "microbatch_weights",

@@ -1,12 +1,14 @@
 """The objects that a loss function captures: in a closure, a partial, a method's self, a global.
 
-`SeenLosses` uses them to distinguish losses with the same code. A trial call of a loss must not
-change them, so `copied` gives the call copies.
+`SeenLosses` uses them to distinguish losses with the same code, and `loss_facts` to compare the
+losses of several ranks. A trial call of a loss must not change them, so `copied` gives the call
+copies.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -19,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hybridtrain._base.rank_differences import plain_attributes
 from hybridtrain._base.user_code import is_library_file, names_in
-from hybridtrain.loss.counted import CountedLoss
+from hybridtrain.loss.counted import CountedLoss, unwrapped
+from hybridtrain.pipeline import batch_digest, module_settings
 
 # Compared by value; everything else by identity.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
@@ -71,6 +75,59 @@ class SeenLosses:
         is_first = code not in self._warned
         self._warned.add(code)
         return is_first
+
+
+def loss_facts(loss: CountedLoss) -> dict[str, str]:
+    """Returns what must be equal on all ranks about a loss, by a phrase that names it.
+
+    These are its name, its code with the numbers of type float that it captures, and the settings
+    of a loss of PyTorch or of a `functools.partial`. A function may know its rank and write logs on
+    one, so other objects that it captures do not count.
+    """
+    function, settings = unwrapped(loss.function)
+    settings = {name: value for name, value in settings.items() if name != "training"}
+    if getattr(function, "__module__", "").startswith(("torch.", "hybridtrain.")):
+        values = plain_attributes(settings)
+        tensors = {name: value for name, value in settings.items() if type(value) is Tensor}
+        values |= {name: f"digest {batch_digest(value)}" for name, value in tensors.items()}
+    else:
+        values = plain_attributes(settings, (float,))
+    if isinstance(function, nn.Module):
+        values |= module_settings(function)
+    digest = hashlib.blake2b(digest_size=6)
+    for part in _code_and_numbers(loss, set()):
+        digest.update(f"{part}\0".encode())
+    return {
+        "the loss": loss.name,
+        f"the code of the loss {loss.name}": f"digest {digest.hexdigest()}",
+        **{f"{name}= of the loss {loss.name}": text for name, text in values.items()},
+    }
+
+
+def _code_and_numbers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the names and constants in the code of a function, and floats that it captures."""
+    if type(value) is float:
+        yield value
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, CountedLoss):
+        parts = [value.function, value.count]
+    elif isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__]
+    elif isinstance(value, FunctionType):
+        code, named = value.__code__, value.__kwdefaults__ or {}
+        constants = [each for each in code.co_consts if type(each) in (bool, int, float)]
+        yield code.co_qualname, names_in(code), constants
+        captured = [*(value.__defaults__ or ()), *named.values()]
+        captured += map(_content, value.__closure__ or ())
+        numbers = [each for each in _globals_of(value).values() if type(each) is float]
+        parts = captured + numbers
+    for part in parts:
+        yield from _code_and_numbers(part, seen)
 
 
 class _Same:

@@ -1,0 +1,209 @@
+"""Compares what the scripts of the ranks set: modules, losses and optimizers, once.
+
+    construction    modules: their classes and plain attributes, such as the rate of a dropout
+    first step      the loss
+    first update    classes and groups of the optimizers
+
+A rank whose script differs in one of these would train its stages or its replica differently, and
+nothing else would notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from hybridtrain._base.rank_differences import (
+    check_same,
+    differences,
+    facts_here,
+    plain_attributes,
+)
+from hybridtrain.pipeline.forward import ForwardStage
+from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
+
+_ALIKE = ": all ranks must run the same script with the same settings"
+
+# Entries of a group that are no settings, or choose a kernel, as a host with other GPUs may do.
+_NO_SETTINGS = ("params", "param_names", "foreach", "fused")
+
+
+def check_same_modules(net: nn.Module, world: World) -> None:
+    """Compares the modules of a model over the ranks; a collective call.
+
+    It compares classes, and plain attributes of PyTorch's modules. A module of the user's may know
+    its rank, so only its attributes of type float are compared.
+
+    Raises:
+        ConfigError: a module differs; the message names it.
+    """
+    if world.size == 1:
+        return
+    facts = {f"the number of modules of {type(net).__qualname__}": str(len(list(net.modules())))}
+    for name, module in net.named_modules():
+        kind = type(module)
+        layer = f"the layer {name!r}" if name else "the model"
+        facts[f"the class of {layer}"] = kind.__qualname__
+        values = module_settings(module)
+        facts |= {f"{key}= of {layer} ({kind.__qualname__})": text for key, text in values.items()}
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+    if len(set(world.gather(digest))) > 1:  # the facts of a large model are long
+        check_same(world.gather, facts, _ALIKE)
+
+
+def module_settings(module: nn.Module) -> dict[str, str]:
+    """Returns the plain attributes of a module that must be the same on all ranks."""
+    values = {name: value for name, value in vars(module).items() if name != "training"}
+    if type(module).__module__.startswith("torch.nn."):
+        return plain_attributes(values)
+    return plain_attributes(values, (float,))
+
+
+class SettingsCheck:
+    """Compares the loss and the optimizers of a model over the ranks, in the first steps.
+
+    In a custom loop, a hook on the steps of PyTorch's optimizers shows which optimizers it uses.
+    A rank may have none, so nothing waits in the hook: a later `train_step` compares them.
+
+    Args:
+        world: the ranks.
+
+    Attributes:
+        has_loss: whether the loss has been compared.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._has_optimizers = self.has_loss = world.size == 1
+        self._steps = 0
+        self._seen: list[Optimizer] = []
+        self._held: set[int] = set()  # the ids of the model's parameters
+        self._hook: RemovableHandle | None = None
+
+    def check_loss(self, facts: Mapping[str, str]) -> None:
+        """Compares the facts about the loss; a collective call.
+
+        Raises:
+            ConfigError: another rank has another loss.
+        """
+        self.has_loss = True
+        check_same(self._world.gather, facts, _ALIKE)
+
+    def begin_step(
+        self, parameters: Sequence[nn.Parameter], stages: Sequence[ForwardStage]
+    ) -> None:
+        """Begins a step that averages gradients; compares the optimizers of earlier ones.
+
+        A collective call in the second, fourth, eighth... step, until it has compared.
+
+        Args:
+            parameters: the parameters of the model in this process.
+            stages: the stages of this process.
+
+        Raises:
+            ConfigError: see `check_optimizers`.
+        """
+        if self._has_optimizers:
+            return
+        self._steps += 1
+        if self._hook is None:
+            self._held = set(map(id, parameters))
+            self._hook = _on_steps(self)
+        elif self._steps & (self._steps - 1) == 0 and any(self._world.gather(bool(self._seen))):
+            self.check_optimizers(self._seen, stages)
+
+    def saw(self, optimizer: Optimizer) -> None:
+        """Records that an optimizer takes a step."""
+        if not any(optimizer is seen for seen in self._seen) and any(
+            id(p) in self._held for group in optimizer.param_groups for p in group["params"]
+        ):
+            self._seen.append(optimizer)
+
+    def check_optimizers(self, optimizers: Sequence[Any], stages: Sequence[ForwardStage]) -> None:
+        """Compares the optimizers over the ranks, once; a collective call.
+
+        Ranks with the same stages must have the same groups. The groups of different stages may be
+        different on purpose, for example by layer, so a difference is a warning.
+
+        Args:
+            optimizers: the optimizers of the model in this process.
+            stages: the stages of this process.
+
+        Raises:
+            ConfigError: a class, a default or a group differs.
+        """
+        if self._has_optimizers:
+            return
+        self._has_optimizers, self._seen = True, []
+        if self._hook is not None:
+            self._hook.remove()
+        world = self._world
+        everywhere, in_stage = optimizer_facts(optimizers)
+        is_divided = world.processes_per_replica > 1
+        where = f" (stage {', '.join(str(stage.index) for stage in stages)})" * is_divided
+        here = everywhere | {f"{name}{where}": text for name, text in in_stage.items()}
+        check_same(world.gather, here, _ALIKE)
+        if is_divided:
+            for name, values in differences(world.gather(facts_here(in_stage))):
+                if world.is_main:
+                    _log.warning(
+                        "%s differs between the stages: %s; if that is not intended, run the same "
+                        "script with the same settings on all ranks",
+                        name,
+                        values,
+                    )
+                break
+
+
+def _on_steps(check: SettingsCheck) -> RemovableHandle:
+    """Tells `check` of the steps of all optimizers, while it exists."""
+    reference = weakref.ref(check)
+
+    def tell(optimizer: Optimizer, *_: Any) -> None:
+        if (found := reference()) is not None:
+            found.saw(optimizer)
+
+    handle = register_optimizer_step_pre_hook(tell)
+    weakref.finalize(check, handle.remove)
+    return handle
+
+
+def optimizer_facts(optimizers: Sequence[Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns facts that all ranks share, and facts that the ranks of a stage share."""
+    inner = [one for each in optimizers for one in getattr(each, "optimizers", [each])]
+    inner = [getattr(each, "inner", each) for each in inner]
+    everywhere, in_stage = dict[str, str](), dict[str, str]()
+    for number, optimizer in enumerate(inner):
+        # ranks with other numbers of optimizers are not compared
+        which = "the optimizer" if len(inner) == 1 else f"optimizer {number} of {len(inner)}"
+        everywhere[f"the class of {which}"] = type(optimizer).__qualname__
+        defaults = _settings(getattr(optimizer, "defaults", {}))
+        everywhere |= {f"{name}= of {which}": text for name, text in defaults.items()}
+        groups = optimizer.param_groups
+        in_stage[f"the number of parameter groups of {which}"] = str(len(groups))
+        for index, group in enumerate(groups):
+            settings = _settings(group)
+            where = f"parameter group {index} of {which}"
+            in_stage |= {f"{name}= of {where}": text for name, text in settings.items()}
+    return everywhere, in_stage
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the plain values of a group, and those in tensors of one element."""
+    values = {name: value for name, value in group.items() if name not in _NO_SETTINGS}
+    return plain_attributes(
+        {
+            name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for name, value in values.items()
+        }
+    )
