@@ -558,11 +558,11 @@ class HybridModel:
         inputs, targets = as_containers(inputs), as_containers(targets)
         check_leaves("inputs", inputs)
         check_leaves("targets", targets)
-        self._compare_loss(loss_fn)
         self.split_for(first_share(inputs))
+        self._follow_changes(trains=True)
+        self._compare_loss(loss_fn)
         if sync:  # the same number on all ranks
             self._settings_check.begin_step(self.pipeline.trained, self.stages)
-        self._follow_changes(trains=True)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
         sizes = cut.sizes
@@ -715,7 +715,7 @@ class HybridModel:
     def _compare_loss(self, loss_fn: LossFn) -> None:
         """Compares the first loss over the ranks; a collective call."""
         if not self._settings_check.has_loss:
-            self._settings_check.check_loss(loss_facts(resolve(loss_fn, self.net)))
+            self._settings_check.check_loss(*loss_facts(resolve(loss_fn, self.net)))
 
     def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
         """Returns `loss_fn` wrapped with its count; see `loss.resolve`."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from hybridtrain._base.rank_differences import plain_attributes
 from hybridtrain._base.user_code import is_library_file, names_in
 from hybridtrain.loss.counted import CountedLoss, unwrapped
-from hybridtrain.pipeline import batch_digest, module_settings
+from hybridtrain.pipeline import batch_digest, settings_of
 
 # Compared by value; everything else by identity.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
@@ -77,31 +77,40 @@ class SeenLosses:
         return is_first
 
 
-def loss_facts(loss: CountedLoss) -> dict[str, str]:
-    """Returns what must be equal on all ranks about a loss, by a phrase that names it.
+def loss_facts(loss: CountedLoss) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns facts about a loss that must, and that may be equal on all ranks.
 
-    These are its name, its code with the numbers of type float that it captures, and the settings
-    of a loss of PyTorch or of a `functools.partial`. A function may know its rank and write logs on
-    one, so other objects that it captures do not count.
+    The first are its name, the names and constants in its code, and the settings of a loss of
+    PyTorch. The second are numbers of type float that a function captures. A function may know its
+    rank and write logs on one, so other objects that it captures are no facts.
+
+    Returns:
+        the facts, as text, by a phrase that names each in a message.
     """
     function, settings = unwrapped(loss.function)
     settings = {name: value for name, value in settings.items() if name != "training"}
+    values, numbers = settings_of(function) if isinstance(function, nn.Module) else ({}, {})
     if getattr(function, "__module__", "").startswith(("torch.", "hybridtrain.")):
-        values = plain_attributes(settings)
         tensors = {name: value for name, value in settings.items() if type(value) is Tensor}
+        values |= plain_attributes(settings)
         values |= {name: f"digest {batch_digest(value)}" for name, value in tensors.items()}
     else:
-        values = plain_attributes(settings, (float,))
-    if isinstance(function, nn.Module):
-        values |= module_settings(function)
-    digest = hashlib.blake2b(digest_size=6)
+        numbers |= plain_attributes(settings, (float,))
+    digest, captured = hashlib.blake2b(digest_size=6), list[float]()
     for part in _code_and_numbers(loss, set()):
-        digest.update(f"{part}\0".encode())
-    return {
+        if isinstance(part, float):
+            captured.append(part)
+        else:
+            digest.update(f"{part}\0".encode())
+    facts = {
         "the loss": loss.name,
         f"the code of the loss {loss.name}": f"digest {digest.hexdigest()}",
         **{f"{name}= of the loss {loss.name}": text for name, text in values.items()},
     }
+    alike = {f"{name}= of the loss {loss.name}": text for name, text in numbers.items()}
+    if captured:
+        alike[f"a number in the loss {loss.name}"] = ", ".join(map(str, captured[:_MOST_COMPARED]))
+    return facts, alike
 
 
 def _code_and_numbers(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -115,7 +124,7 @@ def _code_and_numbers(value: Any, seen: set[int]) -> Iterator[Any]:
     if isinstance(value, CountedLoss):
         parts = [value.function, value.count]
     elif isinstance(value, partial):
-        parts = [value.func, *value.args, *value.keywords.values()]
+        parts = [value.func, *value.args]
     elif isinstance(value, MethodType):
         parts = [value.__func__]
     elif isinstance(value, FunctionType):

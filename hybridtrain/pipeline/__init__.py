@@ -55,7 +55,7 @@ from hybridtrain.pipeline.reducer import unscale_
 from hybridtrain.pipeline.same_settings import (
     SettingsCheck,
     check_same_modules,
-    module_settings,
+    settings_of,
 )
 from hybridtrain.pipeline.step_kind import StepKind
 from hybridtrain.pipeline.summaries import (
@@ -93,13 +93,13 @@ __all__ = [
     "measured_ms",
     "memory_bytes",
     "messages_of",
-    "module_settings",
     "net_of_trip",
     "plan_without_values",
     "read_timelines",
     "remove_aliases",
     "reset_peak_memory",
     "seed_of",
+    "settings_of",
     "stage_summaries",
     "uninstall",
     "unscale_",

@@ -5,7 +5,8 @@
     first update    classes and groups of the optimizers
 
 A rank whose script differs in one of these would train its stages or its replica differently, and
-nothing else would notice.
+nothing else would notice. What must not differ is an error. What may differ on purpose, such as a
+number that only the user's code reads, is a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
 
-_ALIKE = ": all ranks must run the same script with the same settings"
+_ALIKE = "run the same script with the same settings on all ranks"
 
 # Entries of a group that are no settings, or choose a kernel, as a host with other GPUs may do.
 _NO_SETTINGS = ("params", "param_names", "foreach", "fused")
@@ -41,32 +42,51 @@ _NO_SETTINGS = ("params", "param_names", "foreach", "fused")
 def check_same_modules(net: nn.Module, world: World) -> None:
     """Compares the modules of a model over the ranks; a collective call.
 
-    It compares classes, and plain attributes of PyTorch's modules. A module of the user's may know
-    its rank, so only its attributes of type float are compared.
+    It compares classes, and the plain attributes of PyTorch's modules. A module of the user's may
+    know its rank, so it warns about its attributes of type float, and ignores others.
 
     Raises:
         ConfigError: a module differs; the message names it.
     """
     if world.size == 1:
         return
+    alike = dict[str, str]()
     facts = {f"the number of modules of {type(net).__qualname__}": str(len(list(net.modules())))}
     for name, module in net.named_modules():
         kind = type(module)
         layer = f"the layer {name!r}" if name else "the model"
         facts[f"the class of {layer}"] = kind.__qualname__
-        values = module_settings(module)
-        facts |= {f"{key}= of {layer} ({kind.__qualname__})": text for key, text in values.items()}
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+        for target, values in zip((facts, alike), settings_of(module), strict=True):
+            target.update({f"{k}= of {layer} ({kind.__qualname__})": v for k, v in values.items()})
+    digest = hashlib.blake2b(repr((facts, alike)).encode(), digest_size=8).hexdigest()
     if len(set(world.gather(digest))) > 1:  # the facts of a large model are long
-        check_same(world.gather, facts, _ALIKE)
+        _compare(world, facts, alike)
 
 
-def module_settings(module: nn.Module) -> dict[str, str]:
-    """Returns the plain attributes of a module that must be the same on all ranks."""
-    values = {name: value for name, value in vars(module).items() if name != "training"}
-    if type(module).__module__.startswith("torch.nn."):
-        return plain_attributes(values)
-    return plain_attributes(values, (float,))
+def settings_of(value: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns attributes of an object that are equal on all ranks: certainly, and probably."""
+    values = {name: value for name, value in vars(value).items() if name != "training"}
+    if type(value).__module__.startswith("torch."):
+        return plain_attributes(values), {}
+    return {}, plain_attributes(values, (float,))
+
+
+def _compare(world: World, facts: Mapping[str, str], alike: Mapping[str, str]) -> None:
+    """Compares facts over the ranks; a collective call.
+
+    Args:
+        world: the ranks.
+        facts: must be equal on all ranks that know them.
+        alike: may differ; rank 0 warns about the first difference.
+
+    Raises:
+        ConfigError: one of `facts` differs.
+    """
+    check_same(world.gather, facts, f": {_ALIKE}")
+    difference = next(differences(world.gather(facts_here(alike))), None)
+    if difference is not None and world.is_main:
+        text = "%s differs between the ranks: %s; if that is not intended, %s"
+        _log.warning(text, *difference, _ALIKE)
 
 
 class SettingsCheck:
@@ -90,14 +110,14 @@ class SettingsCheck:
         self._held: set[int] = set()  # the ids of the model's parameters
         self._hook: RemovableHandle | None = None
 
-    def check_loss(self, facts: Mapping[str, str]) -> None:
-        """Compares the facts about the loss; a collective call.
+    def check_loss(self, facts: Mapping[str, str], alike: Mapping[str, str]) -> None:
+        """Compares facts about the loss, which must and which may be equal; a collective call.
 
         Raises:
             ConfigError: another rank has another loss.
         """
         self.has_loss = True
-        check_same(self._world.gather, facts, _ALIKE)
+        _compare(self._world, facts, alike)
 
     def begin_step(
         self, parameters: Sequence[nn.Parameter], stages: Sequence[ForwardStage]
@@ -147,22 +167,11 @@ class SettingsCheck:
         self._has_optimizers, self._seen = True, []
         if self._hook is not None:
             self._hook.remove()
-        world = self._world
         everywhere, in_stage = optimizer_facts(optimizers)
-        is_divided = world.processes_per_replica > 1
+        is_divided = self._world.processes_per_replica > 1
         where = f" (stage {', '.join(str(stage.index) for stage in stages)})" * is_divided
         here = everywhere | {f"{name}{where}": text for name, text in in_stage.items()}
-        check_same(world.gather, here, _ALIKE)
-        if is_divided:
-            for name, values in differences(world.gather(facts_here(in_stage))):
-                if world.is_main:
-                    _log.warning(
-                        "%s differs between the stages: %s; if that is not intended, run the same "
-                        "script with the same settings on all ranks",
-                        name,
-                        values,
-                    )
-                break
+        _compare(self._world, here, in_stage if is_divided else {})
 
 
 def _on_steps(check: SettingsCheck) -> RemovableHandle:

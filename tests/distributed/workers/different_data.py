@@ -231,6 +231,15 @@ def scaled(factor):
     return lambda output, targets: F.mse_loss(output, targets) * factor
 
 
+class Scale(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
 def in_groups(**settings):
     return lambda params: torch.optim.SGD([{"params": list(params), **settings}], lr=0.1)
 
@@ -244,9 +253,9 @@ OTHERS = [
     ("optimizer", 1, torch.optim.Adam, "the class of the optimizer", "SGD Adam"),
     ("loss", 2, F.l1_loss, "the loss", "mse_loss l1_loss"),
     ("setting of a loss", 2, nn.HuberLoss(delta=2.0), "delta= of the loss HuberLoss", "1.0 2.0"),
-    ("factor in a loss", 2, scaled(0.5), "the code of the loss <lambda>", None),
+    ("code of a loss", 2, lambda a, b: (a - b).abs().mean(), "the code of the loss <lambda>", None),
 ]
-FIRST = {"setting of a loss": nn.HuberLoss(), "factor in a loss": scaled(0.3)}
+FIRST = {"setting of a loss": nn.HuberLoss(), "code of a loss": scaled(0.3)}
 
 
 def add_setting(name, place, other, what, values, level, engine):
@@ -269,20 +278,41 @@ for level in (own_loop, with_session, with_trainer):
             add_setting(*other, level, engine)
 
 
+def warnings_of(script, *arguments):
+    """Returns what a script warns of in this process."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("hybridtrain").addHandler(handler)
+    script(*arguments)
+    logging.getLogger("hybridtrain").removeHandler(handler)
+    return [text for text in records if "differs between the ranks" in text]
+
+
 @cells.add("other parameter groups on one rank of a stage are an error, of another stage a warning")
 def _(world):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
     optimizer, net = in_groups(weight_decay=0.5 * world.rank), nn.Linear(4, 4)
-    told = "weight_decay= of parameter group 0 of the optimizer differs between the"
-    with pytest.raises(ConfigError, match=f"{told} ranks: 0.0 on rank 0 .*, 0.5 on rank 1"):
+    groups = "weight_decay= of parameter group 0 of the optimizer differs between the ranks: "
+    with pytest.raises(ConfigError, match=groups) as raised:
         own_loop(world, net, optimizer, F.mse_loss)
-    logging.getLogger("hybridtrain").addHandler(handler)
-    own_loop(pipeline(), nn.Sequential(net, nn.Linear(4, 4)), optimizer, F.mse_loss)
-    logging.getLogger("hybridtrain").removeHandler(handler)
-    warned = [text for text in records if text.startswith(f"{told} stages: 0.0 on rank 0")]
-    assert len(warned) == world.is_main, records
+    assert on_each_rank((0.0, 0.5)) in str(raised.value)
+    net = nn.Sequential(net, nn.Linear(4, 4))
+    warned = warnings_of(own_loop, pipeline(), net, optimizer, F.mse_loss)
+    assert len(warned) == world.is_main
+    assert all(text.startswith(groups + on_each_rank((0.0, 0.5))) for text in warned)
+
+
+@cells.add("another number in a module or a loss of the script on one rank is a warning")
+def _(world):
+    number = 0.5 + world.rank
+    for module, loss, what in [
+        (Scale(number), F.mse_loss, "factor= of the layer '0' (Scale)"),
+        (Scale(1.0), scaled(number), "a number in the loss <lambda>"),
+    ]:
+        net = nn.Sequential(module, nn.Linear(4, 4))
+        warned = warnings_of(own_loop, world, net, OPTIMIZER, loss)
+        assert [text.startswith(what) for text in warned] == [True] * world.is_main
+        assert all(on_each_rank((0.5, 1.5)) in text for text in warned)
 
 
 class KnowsItsRank(nn.Linear):
