@@ -1079,7 +1079,7 @@ class HybridModel:
     def compare_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Compares classes and settings of optimizers over the ranks, once; a collective call.
 
-        `OptimizerStep` does it before its first update. In other loops, the second `train_step`
+        `OptimizerStep` does it before its first update. In other loops, the third `train_step`
         compares optimizers of PyTorch that have stepped.
 
         Args:

@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -39,6 +41,9 @@ _ALIKE = "run the same script with the same settings on all ranks"
 _NO_SETTINGS = ("params", "param_names", "foreach", "fused")
 
 
+_NONE = -(1 << 62)  # below every digest, and its negative
+
+
 def check_same_modules(net: nn.Module, world: World) -> None:
     """Compares the modules of a model over the ranks; a collective call.
 
@@ -58,8 +63,7 @@ def check_same_modules(net: nn.Module, world: World) -> None:
         facts[f"the class of {layer}"] = kind.__qualname__
         for target, values in zip((facts, alike), settings_of(module), strict=True):
             target.update({f"{k}= of {layer} ({kind.__qualname__})": v for k, v in values.items()})
-    digest = hashlib.blake2b(repr((facts, alike)).encode(), digest_size=8).hexdigest()
-    if len(set(world.gather(digest))) > 1:  # the facts of a large model are long
+    if len(set(world.gather(_digest((facts, alike))))) > 1:  # the facts of a large model are long
         _compare(world, facts, alike)
 
 
@@ -69,6 +73,10 @@ def settings_of(value: Any) -> tuple[dict[str, str], dict[str, str]]:
     if type(value).__module__.startswith("torch."):
         return plain_attributes(values), {}
     return {}, plain_attributes(values, (float,))
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
 def _compare(world: World, facts: Mapping[str, str], alike: Mapping[str, str]) -> None:
@@ -93,7 +101,12 @@ class SettingsCheck:
     """Compares the loss and the optimizers of a model over the ranks, in the first steps.
 
     In a custom loop, a hook on the steps of PyTorch's optimizers shows which optimizers it uses.
-    A rank may have none, so nothing waits in the hook: a later `train_step` compares them.
+    A rank may have none, so nothing waits in the hook. Ranks begin their steps at different times,
+    so a step only sends a digest, and the next one, which needs all ranks to have begun the step
+    before, reads whether the digests differ:
+
+        train_step 1   optimizer.step()   train_step 2       train_step 3
+        sets hook      seen by it         sends a digest     compares
 
     Args:
         world: the ranks.
@@ -107,6 +120,7 @@ class SettingsCheck:
         self._has_optimizers = self.has_loss = world.size == 1
         self._steps = 0
         self._seen: list[Optimizer] = []
+        self._sent: tuple[list[Optimizer], Tensor, dist.Work] | None = None
         self._held: set[int] = set()  # the ids of the model's parameters
         self._hook: RemovableHandle | None = None
 
@@ -124,7 +138,7 @@ class SettingsCheck:
     ) -> None:
         """Begins a step that averages gradients; compares the optimizers of earlier ones.
 
-        A collective call in the second, fourth, eighth... step, until it has compared.
+        It sends digests in the second, fourth, eighth... step, until an optimizer has been seen.
 
         Args:
             parameters: the parameters of the model in this process.
@@ -139,8 +153,19 @@ class SettingsCheck:
         if self._hook is None:
             self._held = set(map(id, parameters))
             self._hook = _on_steps(self)
-        elif self._steps & (self._steps - 1) == 0 and any(self._world.gather(bool(self._seen))):
-            self.check_optimizers(self._seen, stages)
+        elif self._sent is not None:
+            (seen, values, work), self._sent = self._sent, None
+            work.wait()
+            largest, minus_smallest = values.tolist()
+            if largest == -minus_smallest:  # on all ranks that have seen an optimizer
+                self._end()
+            elif largest > _NONE:
+                self.check_optimizers(seen, stages)
+        elif self._steps & (self._steps - 1) == 0:
+            seen = list(self._seen)
+            number = int(_digest(optimizer_facts(seen)), 16) >> 2
+            values = torch.tensor([number, -number] if seen else [_NONE, _NONE])
+            self._sent = seen, values, self._world.begin_max(values)
 
     def saw(self, optimizer: Optimizer) -> None:
         """Records that an optimizer takes a step."""
@@ -164,14 +189,17 @@ class SettingsCheck:
         """
         if self._has_optimizers:
             return
-        self._has_optimizers, self._seen = True, []
-        if self._hook is not None:
-            self._hook.remove()
+        self._end()
         everywhere, in_stage = optimizer_facts(optimizers)
         is_divided = self._world.processes_per_replica > 1
         where = f" (stage {', '.join(str(stage.index) for stage in stages)})" * is_divided
         here = everywhere | {f"{name}{where}": text for name, text in in_stage.items()}
         _compare(self._world, here, in_stage if is_divided else {})
+
+    def _end(self) -> None:
+        self._has_optimizers, self._seen = True, []
+        if self._hook is not None:
+            self._hook.remove()
 
 
 def _on_steps(check: SettingsCheck) -> RemovableHandle:

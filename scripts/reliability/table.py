@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,14 +125,15 @@ def run(
         time.sleep(1)  # a child that was killed may take a moment
         left = list(_left_over(environment["FAULT_TIME"]))
         for process in left:
-            subprocess.run(["kill", "-9", str(process)], check=False)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         codes = [process.wait() for process in processes]
         file.seek(0)
         output = file.read()
     seconds = ended - float(at.read_text()) if at.exists() else float("nan")
     named, line = judge(fault, level, output)
     if left:
-        named, line = False, f"{len(left)} processes are left; {line}"
+        named, line = False, f"processes that are left: {len(left)}; {line}"
     return Outcome(named, seconds, line, output, max(codes, key=abs))
 
 

@@ -211,7 +211,9 @@ def test_the_dashboard_has_no_secret_of_the_command_line() -> None:
 def test_the_files_of_a_run_have_no_secret_that_comes_from_the_environment(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net = "from torch import nn\ndef net(**_): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))"
+    net = (
+        "from torch import nn\ndef net(**_): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))"
+    )
     Path("my_net.py").write_text(net)
     monkeypatch.setenv("MY_KEY", "hunter2")
     own = ["allow_targets=[my_net]", "~model", "+model={_target_: my_net.net}", "trainer.steps=1"]
