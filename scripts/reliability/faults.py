@@ -65,10 +65,11 @@ def fault(phase: str) -> None:
         time.sleep(10_000)
     if KIND == "memory":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, used + 2**26))
+        limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, limit))
         torch.ones(2**28)
     if KIND == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
 class _Backward(torch.autograd.Function):

@@ -43,8 +43,9 @@ KINDS = {
 SAID = {
     "exception": r"boom in {phase}[\s\S]*\bon {who}|^error: {who}.* failed: .*boom in {phase}",
     "memory": r"memory[\s\S]*\bon {who}|^error: {who}.* failed: .*memory",
-    **dict.fromkeys(
-        ("exit", "kill", "segfault"), r"^error: {who}.*(ended without a message|finished while)"
+    **dict.fromkeys(  # without torchrun, rank 0 has the store through which the others learn of it
+        ("exit", "kill", "segfault"),
+        r"^error: {who}.*ended without a message|^error: lost the connection .*: {who} or",
     ),
     "sleep": r"^error: {who}.*has made no progress for .*",
     "stop": r"^error: {who}.*does not respond",
