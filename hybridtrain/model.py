@@ -58,8 +58,10 @@ from hybridtrain.pipeline import (
     HeldGraphs,
     LayerRNG,
     Pipeline,
+    SettingsCheck,
     StepKind,
     Timeline,
+    check_same_modules,
     check_schedule,
     construct_own_stages,
     memory_bytes,
@@ -70,7 +72,14 @@ from hybridtrain.pipeline import (
     with_sync_batch_norm,
 )
 from hybridtrain.schedule import Schedule, forward_only, make_schedule
-from hybridtrain.verification import CutModel, FirstSteps, ForwardCheck, Verification, verify
+from hybridtrain.verification import (
+    CutModel,
+    FirstSteps,
+    ForwardCheck,
+    Verification,
+    loss_facts,
+    verify,
+)
 from hybridtrain.world import World
 
 _FROM_SPLIT = ("pipeline", "plan", "planned", "stages")
@@ -423,7 +432,9 @@ class HybridModel:
         self.rng = LayerRNG.of_world(options.seed, world, options.compile)
         if world.size > 1:
             codec.allow(codec.classes_around({type(module) for module in net.modules()}))
+        check_same_modules(net, world)
         self._batch_check = BatchCheck(world)
+        self._settings_check = SettingsCheck(world)
         self._sequence_first = sequence_first_layer(net)
         self._resolved: tuple[LossFn, CountedLoss] | None = None  # the most recent loss
         self._says_no_graph = False  # warn only once
@@ -550,6 +561,9 @@ class HybridModel:
         check_leaves("targets", targets)
         self.split_for(first_share(inputs))
         self._follow_changes(trains=True)
+        self._compare_loss(loss_fn)
+        if sync:  # the same number on all ranks
+            self._settings_check.begin_step(self.pipeline.trained, self.stages)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
         sizes = cut.sizes
@@ -652,9 +666,15 @@ class HybridModel:
             total: the number of samples in the step over all batches and replicas, if known; saves
                 the all-reduce for a loss without a count.
         """
+        self._compare_loss(loss_fn)
         loss, chunks = self.resolve_loss(loss_fn), self.options.chunks
         batches = [(as_containers(inputs), as_containers(targets)) for inputs, targets in batches]
         return StepWeights(loss, batches, chunks, self.world, samples=samples, total=total)
+
+    def _compare_loss(self, loss_fn: LossFn) -> None:
+        """Compares the first loss over the ranks; a collective call."""
+        if not self._settings_check.has_loss:
+            self._settings_check.check_loss(*loss_facts(resolve(loss_fn, self.net)))
 
     def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
         """Returns `loss_fn` wrapped with its count; see `loss.resolve`."""
@@ -987,6 +1007,20 @@ class HybridModel:
         With `engine="distributed"`, use it instead of `scaler.unscale_(optimizer)`.
         """
         unscale_(scaler, optimizer, self.world)
+
+    def compare_optimizers(self, optimizers: Sequence[Any]) -> None:
+        """Compares classes and settings of optimizers over the ranks, once; a collective call.
+
+        `OptimizerStep` does it before its first update. In other loops, the third `train_step`
+        compares optimizers of PyTorch that have stepped.
+
+        Args:
+            optimizers: the optimizers of this rank's parameters.
+
+        Raises:
+            ConfigError: another rank has another class or setting.
+        """
+        self._settings_check.check_optimizers(optimizers, self.stages)
 
     def reduce_loss(self, sums: Tensor) -> Tensor:
         """Returns the sum over the replicas of `sums`, computed on the last stage."""

@@ -17,6 +17,9 @@ from hybridtrain.errors import ConfigError, argument
 # Longer lists of hosts are abbreviated.
 _MOST_HOSTS = 4
 
+PLAIN = (bool, int, float, str, type(None))
+"""The types of plain values."""
+
 
 @dataclass(frozen=True)
 class RankFacts:
@@ -49,9 +52,47 @@ def check_same_settings(
     Raises:
         ConfigError: a setting differs; the message has its values with ranks and hosts.
     """
-    texts = {name: repr(value) for name, value in settings.items()}
-    for name, values in differences(gather(facts_here(texts))):
-        raise ConfigError(f"{argument(name)} of {owner} differs between the ranks: {values}")
+    texts = {f"{argument(name)} of {owner}": repr(value) for name, value in settings.items()}
+    check_same(gather, texts)
+
+
+def check_same(
+    gather: Callable[[RankFacts], Sequence[RankFacts]], facts: Mapping[str, Any], advice: str = ""
+) -> None:
+    """Checks that facts are equal on all ranks that know them; a collective call.
+
+    Args:
+        gather: returns the facts of all ranks (`World.gather`).
+        facts: short values, by a phrase that names each in a message.
+        advice: the end of the message.
+
+    Raises:
+        ConfigError: a fact differs; the message has its values with ranks and hosts.
+    """
+    for name, values in differences(gather(facts_here(facts))):
+        raise ConfigError(f"{name} differs between the ranks: {values}{advice}")
+
+
+def plain_attributes(values: Mapping[str, Any], kinds: tuple[type, ...] = PLAIN) -> dict[str, str]:
+    """Returns the public values that consist of plain values only, as text.
+
+    Args:
+        values: values by name, such as the attributes of an object.
+        kinds: the types that count as plain.
+    """
+    return {
+        name: repr(value)
+        for name, value in values.items()
+        if not name.startswith("_") and _is_plain(value, kinds)
+    }
+
+
+def _is_plain(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(_is_plain(item, kinds) for item in value)
+    if isinstance(value, dict):
+        return bool(value) and all(_is_plain(item, kinds) for item in value.values())
+    return type(value) in kinds
 
 
 def differences(facts_by_rank: Sequence[RankFacts]) -> Iterator[tuple[str, str]]:

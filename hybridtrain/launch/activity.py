@@ -7,6 +7,7 @@ record.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -217,6 +218,9 @@ def end_process(
 ) -> None:
     """Ends this process without waiting for its threads and connections.
 
+    Kills its daemonic child processes, such as the workers of a `DataLoader`. The interpreter would
+    end them at exit, and a worker that hangs or is stopped does not notice the end of its parent.
+
     Args:
         code: the exit code.
         wait_for_save: seconds to wait for a checkpoint that is being written.
@@ -224,6 +228,11 @@ def end_process(
     """
     with ending_within(wait_for_save + 3 * PRINT_S, code):
         activity.wait_for_save(wait_for_save)
+        for child in multiprocessing.active_children():
+            # `is_alive` asserts that this process, not one that it was forked from, is the parent
+            with suppress(AssertionError, OSError, ValueError):
+                if child.daemon and child.is_alive():
+                    child.kill()
         if not is_stuck():
             try_to_write(_flush)
         at_last()

@@ -25,6 +25,7 @@ from hybridtrain.loss.counted import (
     SumLoss,
     balanced_weights,
     resolve,
+    unwrapped,
     zero_of,
 )
 from hybridtrain.loss.metrics import (
@@ -80,5 +81,6 @@ __all__ = [
     "named_values",
     "nll",
     "resolve",
+    "unwrapped",
     "zero_of",
 ]

@@ -102,7 +102,7 @@ class CountedLoss:
     @functools.cached_property
     def takes_log_probabilities(self) -> bool:
         """True for an nll of PyTorch or of `hybridtrain.loss`."""
-        function = _unwrapped(self.function)[0]
+        function = unwrapped(self.function)[0]
         return function is F.nll_loss or function is nll
 
     def counts(
@@ -300,7 +300,7 @@ def resolve(loss_fn: Any, net: nn.Module | None = None) -> CountedLoss:
         return CountedLoss(loss_fn, loss_fn.count, is_sum=True)
     if loss_fn is model_output and net is not None:
         return CountedLoss(loss_fn, count_of_output(net))
-    function, settings = _unwrapped(loss_fn)
+    function, settings = unwrapped(loss_fn)
     if settings.get("reduction") in ("sum", "none"):
         raise ConfigError(
             f"{setting('loss_fn', CountedLoss(function).name)} has "
@@ -320,8 +320,8 @@ _TORCH_LOSSES = nn.modules.loss.__name__
 _CALLS = "forward", "__call__"
 
 
-def _unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Returns the PyTorch function or class behind `loss_fn`, and its settings.
+def unwrapped(loss_fn: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the PyTorch function or class behind `loss_fn`, and its settings by name.
 
     Unwraps `functools.partial` and `torch.compile`, and finds the PyTorch base of a class that
     inherits its forward. A user's loss is returned unchanged, with the settings of its `partial`.

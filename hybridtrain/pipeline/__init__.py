@@ -3,6 +3,7 @@
 pipeline               the stages of this process, and operations on the whole model
 own_stages             builds a process's part of a model without the rest
 agreement              checks that processes have the same batch, weights and frozen parameters
+same_settings          checks that processes have the same modules, loss and optimizers
 forward/               the engines, which run the model's own forward, and its stages
 stage_backward         the backwards of a stage, whole or in two parts
 split_backward         a backward in two parts: for the input, and for the weights
@@ -51,6 +52,11 @@ from hybridtrain.pipeline.message_wire import messages_of
 from hybridtrain.pipeline.own_stages import construct_own_stages, plan_without_values
 from hybridtrain.pipeline.pipeline import HeldGraphs, Pipeline
 from hybridtrain.pipeline.reducer import unscale_
+from hybridtrain.pipeline.same_settings import (
+    SettingsCheck,
+    check_same_modules,
+    settings_of,
+)
 from hybridtrain.pipeline.step_kind import StepKind
 from hybridtrain.pipeline.summaries import (
     device_memory,
@@ -73,10 +79,12 @@ __all__ = [
     "Phases",
     "Pipeline",
     "ReplayedDraws",
+    "SettingsCheck",
     "StepKind",
     "Timeline",
     "batch_digest",
     "check_replicas",
+    "check_same_modules",
     "check_schedule",
     "construct_own_stages",
     "default_generator_lock",
@@ -91,6 +99,7 @@ __all__ = [
     "remove_aliases",
     "reset_peak_memory",
     "seed_of",
+    "settings_of",
     "stage_summaries",
     "uninstall",
     "unscale_",

@@ -351,6 +351,7 @@ class OptimizerStep:
         """
         step = self.in_progress
         if step.norm is None:
+            self.model.compare_optimizers(self.optimizers)
             if self._check is not None:
                 self._check.drop_gradients_left_out(self.optimizers)  # [3]
             if self.scaler.is_enabled():

@@ -9,10 +9,11 @@ cut_model      what a check compares, and up to which size
 comparison     the difference between two results
 module_copy    copies of a module that keep its hooks and its shared parts
 python_state   a snapshot of all mutable state that a module's code can reach
-captures       the objects that a loss captures, and copies of them
+captures       the objects that a loss captures: copied, and compared over the ranks
 replayed_draws the random numbers of a loss's call, for parts of its batch
 """
 
+from hybridtrain.verification.captures import loss_facts
 from hybridtrain.verification.cut_model import CutModel
 from hybridtrain.verification.first_steps import FirstSteps
 from hybridtrain.verification.forward_check import ForwardCheck
@@ -38,6 +39,7 @@ __all__ = [
     "LogProbabilityCheck",
     "Verification",
     "is_of_model",
+    "loss_facts",
     "undone",
     "verify",
 ]

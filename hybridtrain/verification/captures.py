@@ -1,12 +1,14 @@
 """The objects that a loss function captures: in a closure, a partial, a method's self, a global.
 
-`SeenLosses` uses them to distinguish losses with the same code. A trial call of a loss must not
-change them, so `copied` gives the call copies.
+`SeenLosses` uses them to distinguish losses with the same code, and `loss_facts` to compare the
+losses of several ranks. A trial call of a loss must not change them, so `copied` gives the call
+copies.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
@@ -19,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hybridtrain._base.rank_differences import plain_attributes
 from hybridtrain._base.user_code import is_library_file, names_in
-from hybridtrain.loss import CountedLoss
+from hybridtrain.loss import CountedLoss, unwrapped
+from hybridtrain.pipeline import batch_digest, settings_of
 
 # Compared by value; everything else by identity.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, CodeType)
@@ -71,6 +75,68 @@ class SeenLosses:
         is_first = code not in self._warned
         self._warned.add(code)
         return is_first
+
+
+def loss_facts(loss: CountedLoss) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns facts about a loss that must, and that may be equal on all ranks.
+
+    The first are its name, the names and constants in its code, and the settings of a loss of
+    PyTorch. The second are numbers of type float that a function captures. A function may know its
+    rank and write logs on one, so other objects that it captures are no facts.
+
+    Returns:
+        the facts, as text, by a phrase that names each in a message.
+    """
+    function, settings = unwrapped(loss.function)
+    settings = {name: value for name, value in settings.items() if name != "training"}
+    values, numbers = settings_of(function) if isinstance(function, nn.Module) else ({}, {})
+    if getattr(function, "__module__", "").startswith(("torch.", "hybridtrain.")):
+        tensors = {name: value for name, value in settings.items() if type(value) is Tensor}
+        values |= plain_attributes(settings)
+        values |= {name: f"digest {batch_digest(value)}" for name, value in tensors.items()}
+    else:
+        numbers |= plain_attributes(settings, (float,))
+    digest, captured = hashlib.blake2b(digest_size=6), list[float]()
+    for part in _code_and_numbers(loss, set()):
+        if isinstance(part, float):
+            captured.append(part)
+        else:
+            digest.update(f"{part}\0".encode())
+    facts = {
+        "the loss": loss.name,
+        f"the code of the loss {loss.name}": f"digest {digest.hexdigest()}",
+        **{f"{name}= of the loss {loss.name}": text for name, text in values.items()},
+    }
+    alike = {f"{name}= of the loss {loss.name}": text for name, text in numbers.items()}
+    if captured:
+        alike[f"a number in the loss {loss.name}"] = ", ".join(map(str, captured[:_MOST_COMPARED]))
+    return facts, alike
+
+
+def _code_and_numbers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the names and constants in the code of a function, and floats that it captures."""
+    if type(value) is float:
+        yield value
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, CountedLoss):
+        parts = [value.function, value.count]
+    elif isinstance(value, partial):
+        parts = [value.func, *value.args]
+    elif isinstance(value, MethodType):
+        parts = [value.__func__]
+    elif isinstance(value, FunctionType):
+        code, named = value.__code__, value.__kwdefaults__ or {}
+        constants = [each for each in code.co_consts if type(each) in (bool, int, float)]
+        yield code.co_qualname, names_in(code), constants
+        captured = [*(value.__defaults__ or ()), *named.values()]
+        captured += map(_content, value.__closure__ or ())
+        numbers = [each for each in _globals_of(value).values() if type(each) is float]
+        parts = captured + numbers
+    for part in parts:
+        yield from _code_and_numbers(part, seen)
 
 
 class _Same:

@@ -1,6 +1,9 @@
-"""A model, data and an optimizer with a fault, for the runs of this folder's scripts.
+"""A model, data and an optimizer with a fault, and a training of them at each level of the API.
 
-The environment variable FAULT says which: `kind:phase:rank`, such as `exception:forward:1`.
+The environment variable FAULT says which: `kind:phase:rank`, such as `exception:forward:1`. The
+command line names the parts as faults.model and so on; a script of another level is
+
+    python scripts/reliability/faults.py LEVEL ENGINE STALL_S STEPS
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import ctypes
 import os
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,28 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, World
 from hybridtrain.data.splits import DataSplits
 
-# In which call of its phase a fault happens: in the first step (the data of one is read ahead), or
-# in the fourth, since a run that stands still in its first steps is given more time, and a signal
-# ends a process at once that has not begun to train. An evaluation has had a batch of four
-# micro-batches before the first step.
-_FIRST = {"setup": 1, "save": 1, "data": 14, "forward": 4, "backward": 4, "optimizer": 3}
-_LATER = {"setup": 1, "save": 1, "data": 56, "forward": 14, "backward": 14, "optimizer": 4}
-_FIRST["evaluate"] = _LATER["evaluate"] = 8
-
 KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3]
-CALLS: dict[str, int] = {}
+# How many steps come before a fault: three if a process stands still, since the first steps are
+# given more time, and if it gets a signal, which ends a process that has not begun to train.
+AFTER_STEPS = {"setup": 0}.get(PHASE, 3 if KIND in ("sleep", "stop", "interrupt") else 1)
+AFTER_SAMPLES = 40  # in a data worker, which knows no steps
+done = {"steps": 0, "samples": 0, "signals": 0}
 
 
 def fault(phase: str) -> None:
-    """Does the fault, if this is its phase, rank and call."""
-    CALLS[phase] = CALLS.get(phase, 0) + 1
-    if phase != PHASE or os.environ.get("RANK", "0") != RANK:
-        return
-    if CALLS[phase] != (_LATER if KIND in ("sleep", "stop", "interrupt") else _FIRST).get(phase, 4):
+    """Does the fault, if this is its phase and rank; each time, since checks may call a copy."""
+    if phase == "data" and get_worker_info() is not None:
+        done["samples"] += 1
+        phase = "worker"
+    is_due = done["steps"] >= AFTER_STEPS or done["samples"] >= AFTER_SAMPLES
+    if (phase, os.environ.get("RANK", "0")) != (PHASE, RANK) or not is_due:
         return
     Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
     if KIND == "exception":
@@ -48,24 +50,26 @@ def fault(phase: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "3":
         os.kill(os.getpid(), signal.SIGKILL)
-    if KIND == "terminate":
-        os.kill(os.getppid(), signal.SIGTERM)  # the launcher, which tells all its processes
+    if KIND in ("terminate", "interrupt") and not done["signals"]:
+        done["signals"] = 1
+        # to the launcher, which tells all its processes, or to this one
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        number = signal.SIGTERM if KIND == "terminate" else signal.SIGINT
+        os.kill(os.getppid() if launched else os.getpid(), number)
         time.sleep(1)
     if KIND == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if KIND == "interrupt":
-        os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(1)
     if KIND == "segfault":
         ctypes.string_at(0)
     if KIND == "sleep":
         time.sleep(10_000)
     if KIND == "memory":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, used + 2**26))
+        limit = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, limit))
         torch.ones(2**28)
     if KIND == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
 
 class _Backward(torch.autograd.Function):
@@ -85,7 +89,7 @@ class Faulty(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x`."""
         fault("forward" if self.training else "evaluate")
-        if KIND == "nan" and CALLS["forward"] >= _FIRST["forward"] and self.training:
+        if KIND == "nan" and done["steps"] >= AFTER_STEPS and self.training:
             x = x * float("nan")
         return _Backward.apply(x)
 
@@ -108,6 +112,7 @@ class FaultySGD(SGD):
         if KIND == "disk":
             fault("save")
         super().step(closure)
+        done["steps"] += 1
 
 
 class FaultyData(Dataset[tuple[Tensor, int]]):
@@ -136,3 +141,49 @@ def model() -> nn.Module:
 def data() -> DataSplits:
     """Returns the training and evaluation data."""
     return DataSplits(train=FaultyData(trains=True), eval=FaultyData(trains=False), collate=None)
+
+
+def train(level: str, engine: str, stall_s: float, steps: int) -> None:
+    """Trains at a level of the API, with an evaluation after every fourth step."""
+    nb_part, workers = 2, int(PHASE == "worker")
+    world = World.from_env(nb_part, "cpu", engine=engine, stall_s=stall_s, timeout_s=60)
+    options: dict[str, Any] = {"chunks": 4, "split": [2, 3]}
+    splits, loss = data(), FaultyLoss()
+    if level == "session":
+        session = Session(world=world, **options)
+        net = model()
+        optimizer: Any = FaultySGD(net.parameters(), lr=0.01)
+        loaders = [DataLoader(s, 16, num_workers=workers) for s in (splits.train, splits.eval)]
+        hybrid, optimizer, batches, held_out = session.prepare(net, optimizer, *loaders)
+        while session.steps < steps:
+            for inputs, targets in batches:
+                session.forward_backward(inputs, targets, loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                if session.steps % 4 == 0:
+                    hybrid.eval()
+                    with torch.no_grad():
+                        hybrid(next(iter(held_out))[0])
+                    hybrid.train()
+        session.close()
+        return
+    hybrid = HybridModel(model(), world, **options)
+    optimizer = FaultySGD(hybrid.parameters(), lr=0.01)
+    loader = Loader(splits.train, 16, world, workers=workers)
+    held_out = EvalLoader(splits.eval, 16, world)
+    if level == "trainer":
+        every = {"log_every": 4, "eval_every": 4}
+        Trainer(hybrid, optimizer, loss, loader, evaluation=held_out, steps=steps, **every).fit()
+    while level == "loop" and done["steps"] < steps:
+        for batch in loader.batches():
+            hybrid.train_step(batch.inputs, batch.targets, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if done["steps"] % 4 == 0:
+                with hybrid.evaluating(), torch.no_grad():
+                    hybrid(next(iter(held_out))[0])
+    world.close()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))

@@ -206,3 +206,22 @@ def test_the_dashboard_has_no_secret_of_the_command_line() -> None:
     assert "model.width: 3" in shown
     assert "https://me:***@there/x" in shown
     assert "abc" not in shown
+
+
+def test_the_files_of_a_run_have_no_secret_that_comes_from_the_environment(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = (
+        "from torch import nn\ndef net(**_): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))"
+    )
+    Path("my_net.py").write_text(net)
+    monkeypatch.setenv("MY_KEY", "hunter2")
+    own = ["allow_targets=[my_net]", "~model", "+model={_target_: my_net.net}", "trainer.steps=1"]
+    keys = ["+model.api_key=${oc.env:MY_KEY}", "+model.server='https://me:${oc.env:MY_KEY}@there'"]
+    said = succeed(capfd, *SMALL, *own, *keys, "+model.other=https://me:hunter3@there")
+    files = [path for path in Path("outputs/digits").rglob("*") if path.is_file()]
+    assert {"config.yaml", "rank_000.log", "summary.json"} <= {path.name for path in files}
+    assert "hunter" not in said
+    assert [path for path in files if b"hunter2" in path.read_bytes()] == []
+    typed = {path.name for path in files if b"hunter3" in path.read_bytes()}
+    assert typed == {"config.yaml", "overrides.yaml"}

@@ -8,7 +8,7 @@ from support.cases import thorough
 from support.launch import TESTS
 
 sys.path.insert(0, str(TESTS.parent))
-from scripts.reliability.first_errors import Outcome, run
+from scripts.reliability.table import Outcome, run
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc"),
@@ -31,7 +31,7 @@ def test_the_first_error_is_reported_once_with_its_rank(fault: str, tmp_path: Pa
 def test_the_process_that_stands_still_is_named_and_the_stacks_are_kept(
     fault: str, tmp_path: Path
 ) -> None:
-    assert_named(run(fault, tmp_path, "world.stall_s=1.5"))
+    assert_named(run(fault, tmp_path, stall_s=1.5))
     stacks = {path.name: path.read_text() for path in (tmp_path / "run" / "stalls").iterdir()}
     assert "fit" in stacks["rank_0.txt"]
     if fault.startswith("sleep"):

@@ -1,10 +1,12 @@
-"""Ranks whose data sets or loaders differ: each is told at the start what differs, and where."""
+"""Ranks whose data or settings differ: each is told at the start what differs, and where."""
 
+import logging
 import re
 import socket
 import sys
 import tempfile
 from contextlib import chdir
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
 
-from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer
+from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, World
 from hybridtrain.data import InMemoryDataset
 from hybridtrain.errors import ConfigError, DataError
 from hybridtrain.schedule import make_schedule, write_csv
@@ -195,6 +197,146 @@ for option, values in {"steps": (2, 3), "clip_norm": (None, 1.0)}.items():
         assert str(raised.value) == (
             f"{option}= of TrainerOptions differs between the ranks: {on_each_rank(values)}"
         )
+
+
+@cache
+def pipeline():
+    return World.from_env(2, "cpu", engine="distributed")
+
+
+def own_loop(world, net, make_optimizer, loss):
+    model = HybridModel(net, world, chunks=2)
+    optimizer = make_optimizer(model.parameters())
+    for _ in range(3):  # the third step compares the optimizers of the first one
+        model.train_step(floats(4, 4), floats(4, 4, seed=1), loss)
+        optimizer.step()
+
+
+def with_session(world, net, make_optimizer, loss):
+    session = Session(world=world, chunks=2)
+    loader = DataLoader(arrays(8), batch_size=8)
+    _, optimizer, loader = session.prepare(net, make_optimizer(net.parameters()), loader)
+    for batch in loader:
+        session.forward_backward(*batch, loss)
+        optimizer.step()
+
+
+def with_trainer(world, net, make_optimizer, loss):
+    model = HybridModel(net, world, chunks=2)
+    loader = Loader(arrays(8), 8, world)
+    Trainer(model, make_optimizer(model.parameters()), loss, loader, steps=1).fit()
+
+
+def scaled(factor):
+    return lambda output, targets: F.mse_loss(output, targets) * factor
+
+
+class Scale(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def in_groups(**settings):
+    return lambda params: torch.optim.SGD([{"params": list(params), **settings}], lr=0.1)
+
+
+DROPOUT, OPTIMIZER, LOSS = (partial(nn.Dropout, 0.0), partial(torch.optim.SGD, lr=0.1), F.mse_loss)
+# what differs, the place of the setting in a script, the other rank's setting, and what is said
+OTHERS = [
+    ("rate of a dropout", 0, partial(nn.Dropout, 0.5), "p= of the layer '1' (Dropout)", "0.0 0.5"),
+    ("class of a layer", 0, nn.Identity, "the class of the layer '1'", "Dropout Identity"),
+    ("learning rate", 1, partial(torch.optim.SGD, lr=1.0), "lr= of the optimizer", "0.1 1.0"),
+    ("optimizer", 1, torch.optim.Adam, "the class of the optimizer", "SGD Adam"),
+    ("loss", 2, F.l1_loss, "the loss", "mse_loss l1_loss"),
+    ("setting of a loss", 2, nn.HuberLoss(delta=2.0), "delta= of the loss HuberLoss", "1.0 2.0"),
+    ("code of a loss", 2, lambda a, b: (a - b).abs().mean(), "the code of the loss <lambda>", None),
+]
+FIRST = {"setting of a loss": nn.HuberLoss(), "code of a loss": scaled(0.3)}
+
+
+def add_setting(name, place, other, what, values, level, engine):
+    @cells.add(f"another {name} on one rank is an error: {level.__name__}, engine={engine}")
+    def _(world):
+        parts = [DROPOUT, OPTIMIZER, LOSS]
+        parts[place] = other if world.rank else FIRST.get(name, parts[place])
+        world = pipeline() if engine == "distributed" else world
+        net = nn.Sequential(nn.Linear(4, 4), parts[0](), nn.Linear(4, 4))
+        with pytest.raises(ConfigError) as raised:
+            level(world, net, *parts[1:])
+        said = str(raised.value)
+        assert said.startswith(f"{what} differs between the ranks: "), said
+        assert values is None or on_each_rank(values.split()) in said, said
+
+
+for level in (own_loop, with_session, with_trainer):
+    for engine in ("local", "distributed"):
+        for other in OTHERS:
+            add_setting(*other, level, engine)
+
+
+def warnings_of(script, *arguments):
+    """Returns what a script warns of in this process."""
+    records = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("hybridtrain").addHandler(handler)
+    script(*arguments)
+    logging.getLogger("hybridtrain").removeHandler(handler)
+    return [text for text in records if "differs between the ranks" in text]
+
+
+@cells.add("other parameter groups on one rank of a stage are an error, of another stage a warning")
+def _(world):
+    optimizer, net = in_groups(weight_decay=0.5 * world.rank), nn.Linear(4, 4)
+    groups = "weight_decay= of parameter group 0 of the optimizer differs between the ranks: "
+    with pytest.raises(ConfigError, match=groups) as raised:
+        own_loop(world, net, optimizer, F.mse_loss)
+    assert on_each_rank((0.0, 0.5)) in str(raised.value)
+    net = nn.Sequential(net, nn.Linear(4, 4))
+    warned = warnings_of(own_loop, pipeline(), net, optimizer, F.mse_loss)
+    assert len(warned) == world.is_main
+    assert all(text.startswith(groups + on_each_rank((0.0, 0.5))) for text in warned)
+
+
+@cells.add("another number in a module or a loss of the script on one rank is a warning")
+def _(world):
+    number = 0.5 + world.rank
+    for module, loss, what in [
+        (Scale(number), F.mse_loss, "factor= of the layer '0' (Scale)"),
+        (Scale(1.0), scaled(number), "a number in the loss <lambda>"),
+    ]:
+        net = nn.Sequential(module, nn.Linear(4, 4))
+        warned = warnings_of(own_loop, world, net, OPTIMIZER, loss)
+        assert [text.startswith(what) for text in warned] == [True] * world.is_main
+        assert all(on_each_rank((0.5, 1.5)) in text for text in warned)
+
+
+class KnowsItsRank(nn.Linear):
+    def __init__(self, world):
+        super().__init__(4, 4)
+        self.rank, self.is_main, self.host = world.rank, world.is_main, f"node{world.rank}"
+
+    def extra_repr(self):
+        return self.host
+
+
+@cells.add("a model and a loss that know their rank are accepted, and ranks without an optimizer")
+def _(world):
+    class NoOptimizer:
+        def step(self):
+            pass
+
+    def loss(output, targets, _rank=world.rank):
+        return F.mse_loss(output, targets)
+
+    def optimizer(params):
+        return NoOptimizer() if world.rank else OPTIMIZER(params)
+
+    own_loop(world, KnowsItsRank(world), optimizer, partial(loss, _rank=world.rank))
 
 
 @cells.add("another schedule under the same name on one rank is an error on all ranks")

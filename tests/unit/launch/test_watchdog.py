@@ -2,7 +2,9 @@
 
 import json
 import math
+import multiprocessing
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -98,6 +100,16 @@ def test_an_end_waits_for_the_checkpoint_that_is_being_written(tmp_path, ends, b
     assert store.steps() == [3]
     saving.join()
     store.wait()
+
+
+def test_a_stopped_data_worker_ends_with_its_process(ends):
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    worker.start()
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(Ended):
+        end_process(1)
+    worker.join(20)
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_a_process_that_stands_at_a_breakpoint_does_not_stand_still(ends, monkeypatch):

@@ -1,0 +1,246 @@
+"""Compares what the scripts of the ranks set: modules, losses and optimizers, once.
+
+    construction    modules: their classes and plain attributes, such as the rate of a dropout
+    first step      the loss
+    first update    classes and groups of the optimizers
+
+A rank whose script differs in one of these would train its stages or its replica differently, and
+nothing else would notice. What must not differ is an error. What may differ on purpose, such as a
+number that only the user's code reads, is a warning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from hybridtrain._base.rank_differences import (
+    check_same,
+    differences,
+    facts_here,
+    plain_attributes,
+)
+from hybridtrain.pipeline.forward import ForwardStage
+from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
+
+_ALIKE = "run the same script with the same settings on all ranks"
+
+# Entries of a group that are no settings, or choose a kernel, as a host with other GPUs may do.
+_NO_SETTINGS = ("params", "param_names", "foreach", "fused")
+
+
+_NONE = -(1 << 62)  # below every digest, and its negative
+
+
+def check_same_modules(net: nn.Module, world: World) -> None:
+    """Compares the modules of a model over the ranks; a collective call.
+
+    It compares classes, and the plain attributes of PyTorch's modules. A module of the user's may
+    know its rank, so it warns about its attributes of type float, and ignores others.
+
+    Raises:
+        ConfigError: a module differs; the message names it.
+    """
+    if world.size == 1:
+        return
+    alike = dict[str, str]()
+    facts = {f"the number of modules of {type(net).__qualname__}": str(len(list(net.modules())))}
+    for name, module in net.named_modules():
+        kind = type(module)
+        layer = f"the layer {name!r}" if name else "the model"
+        facts[f"the class of {layer}"] = kind.__qualname__
+        for target, values in zip((facts, alike), settings_of(module), strict=True):
+            target.update({f"{k}= of {layer} ({kind.__qualname__})": v for k, v in values.items()})
+    if len(set(world.gather(_digest((facts, alike))))) > 1:  # the facts of a large model are long
+        _compare(world, facts, alike)
+
+
+def settings_of(value: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns attributes of an object that are equal on all ranks: certainly, and probably."""
+    values = {name: value for name, value in vars(value).items() if name != "training"}
+    if type(value).__module__.startswith("torch."):
+        return plain_attributes(values), {}
+    return {}, plain_attributes(values, (float,))
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+
+
+def _compare(world: World, facts: Mapping[str, str], alike: Mapping[str, str]) -> None:
+    """Compares facts over the ranks; a collective call.
+
+    Args:
+        world: the ranks.
+        facts: must be equal on all ranks that know them.
+        alike: may differ; rank 0 warns about the first difference.
+
+    Raises:
+        ConfigError: one of `facts` differs.
+    """
+    check_same(world.gather, facts, f": {_ALIKE}")
+    difference = next(differences(world.gather(facts_here(alike))), None)
+    if difference is not None and world.is_main:
+        text = "%s differs between the ranks: %s; if that is not intended, %s"
+        _log.warning(text, *difference, _ALIKE)
+
+
+class SettingsCheck:
+    """Compares the loss and the optimizers of a model over the ranks, in the first steps.
+
+    In a custom loop, a hook on the steps of PyTorch's optimizers shows which optimizers it uses.
+    A rank may have none, so nothing waits in the hook. Ranks begin their steps at different times,
+    so a step only sends a digest, and the next one, which needs all ranks to have begun the step
+    before, reads whether the digests differ:
+
+        train_step 1   optimizer.step()   train_step 2       train_step 3
+        sets hook      seen by it         sends a digest     compares
+
+    Args:
+        world: the ranks.
+
+    Attributes:
+        has_loss: whether the loss has been compared.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._has_optimizers = self.has_loss = world.size == 1
+        self._steps = 0
+        self._seen: list[Optimizer] = []
+        self._sent: tuple[list[Optimizer], Tensor, dist.Work] | None = None
+        self._held: set[int] = set()  # the ids of the model's parameters
+        self._hook: RemovableHandle | None = None
+
+    def check_loss(self, facts: Mapping[str, str], alike: Mapping[str, str]) -> None:
+        """Compares facts about the loss, which must and which may be equal; a collective call.
+
+        Raises:
+            ConfigError: another rank has another loss.
+        """
+        self.has_loss = True
+        _compare(self._world, facts, alike)
+
+    def begin_step(
+        self, parameters: Sequence[nn.Parameter], stages: Sequence[ForwardStage]
+    ) -> None:
+        """Begins a step that averages gradients; compares the optimizers of earlier ones.
+
+        It sends digests in the second, fourth, eighth... step, until an optimizer has been seen.
+
+        Args:
+            parameters: the parameters of the model in this process.
+            stages: the stages of this process.
+
+        Raises:
+            ConfigError: see `check_optimizers`.
+        """
+        if self._has_optimizers:
+            return
+        self._steps += 1
+        if self._hook is None:
+            self._held = set(map(id, parameters))
+            self._hook = _on_steps(self)
+        elif self._sent is not None:
+            (seen, values, work), self._sent = self._sent, None
+            work.wait()
+            largest, minus_smallest = values.tolist()
+            if largest == -minus_smallest:  # on all ranks that have seen an optimizer
+                self._end()
+            elif largest > _NONE:
+                self.check_optimizers(seen, stages)
+        elif self._steps & (self._steps - 1) == 0:
+            seen = list(self._seen)
+            number = int(_digest(optimizer_facts(seen)), 16) >> 2
+            values = torch.tensor([number, -number] if seen else [_NONE, _NONE])
+            self._sent = seen, values, self._world.begin_max(values)
+
+    def saw(self, optimizer: Optimizer) -> None:
+        """Records that an optimizer takes a step."""
+        if not any(optimizer is seen for seen in self._seen) and any(
+            id(p) in self._held for group in optimizer.param_groups for p in group["params"]
+        ):
+            self._seen.append(optimizer)
+
+    def check_optimizers(self, optimizers: Sequence[Any], stages: Sequence[ForwardStage]) -> None:
+        """Compares the optimizers over the ranks, once; a collective call.
+
+        Ranks with the same stages must have the same groups. The groups of different stages may be
+        different on purpose, for example by layer, so a difference is a warning.
+
+        Args:
+            optimizers: the optimizers of the model in this process.
+            stages: the stages of this process.
+
+        Raises:
+            ConfigError: a class, a default or a group differs.
+        """
+        if self._has_optimizers:
+            return
+        self._end()
+        everywhere, in_stage = optimizer_facts(optimizers)
+        is_divided = self._world.processes_per_replica > 1
+        where = f" (stage {', '.join(str(stage.index) for stage in stages)})" * is_divided
+        here = everywhere | {f"{name}{where}": text for name, text in in_stage.items()}
+        _compare(self._world, here, in_stage if is_divided else {})
+
+    def _end(self) -> None:
+        self._has_optimizers, self._seen = True, []
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _on_steps(check: SettingsCheck) -> RemovableHandle:
+    """Tells `check` of the steps of all optimizers, while it exists."""
+    reference = weakref.ref(check)
+
+    def tell(optimizer: Optimizer, *_: Any) -> None:
+        if (found := reference()) is not None:
+            found.saw(optimizer)
+
+    handle = register_optimizer_step_pre_hook(tell)
+    weakref.finalize(check, handle.remove)
+    return handle
+
+
+def optimizer_facts(optimizers: Sequence[Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns facts that all ranks share, and facts that the ranks of a stage share."""
+    inner = [one for each in optimizers for one in getattr(each, "optimizers", [each])]
+    inner = [getattr(each, "inner", each) for each in inner]
+    everywhere, in_stage = dict[str, str](), dict[str, str]()
+    for number, optimizer in enumerate(inner):
+        # ranks with other numbers of optimizers are not compared
+        which = "the optimizer" if len(inner) == 1 else f"optimizer {number} of {len(inner)}"
+        everywhere[f"the class of {which}"] = type(optimizer).__qualname__
+        defaults = _settings(getattr(optimizer, "defaults", {}))
+        everywhere |= {f"{name}= of {which}": text for name, text in defaults.items()}
+        groups = optimizer.param_groups
+        in_stage[f"the number of parameter groups of {which}"] = str(len(groups))
+        for index, group in enumerate(groups):
+            settings = _settings(group)
+            where = f"parameter group {index} of {which}"
+            in_stage |= {f"{name}= of {where}": text for name, text in settings.items()}
+    return everywhere, in_stage
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the plain values of a group, and those in tensors of one element."""
+    values = {name: value for name, value in group.items() if name not in _NO_SETTINGS}
+    return plain_attributes(
+        {
+            name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            for name, value in values.items()
+        }
+    )
