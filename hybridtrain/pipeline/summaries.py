@@ -48,12 +48,14 @@ def memory_bytes(pipeline: Pipeline, optimizer: Optimizer | None = None) -> list
     """Returns the peak memory so far of each stage of this process, in bytes.
 
     On a GPU this is the allocator's peak. On a CPU it is the sum of parameters, gradients, buffers,
-    the activations of as many micro-batches as the schedule keeps in flight, and the state of the
-    `optimizer`, if given.
+    the activations of as many micro-batches as the schedule keeps in flight, but for those that are
+    offloaded the most that has been there, and the state of the `optimizer`, if given.
     """
     in_flight = pipeline.plan.in_flight
     return [
-        resident_bytes(stage.module, optimizer) + in_flight[stage.index] * (stage.saved_bytes or 0)
+        resident_bytes(stage.module, optimizer)
+        + in_flight[stage.index] * (stage.saved_bytes or 0)
+        + (0 if stage.offload is None else stage.offload.most_on_device)
         if (accelerator := accelerator_of(stage.device)) is None
         else accelerator.peak_memory(stage.device).allocated
         for stage in pipeline.stages
