@@ -356,6 +356,25 @@ def _check_split(split: Any) -> None:
         )
 
 
+def offloads_nothing(options: PipelineOptions, nb_part: int, schedules: bool = True) -> str:
+    """Returns the message for an `offload` that has no effect.
+
+    Args:
+        options: the options.
+        nb_part: the devices of a pipeline.
+        schedules: whether the option `schedule` decides on the order of actions.
+    """
+    order = f"{setting('schedule', options.schedule)}, " if schedules else ""
+    other = f"{setting('schedule', 'gpipe')} and " if schedules else ""
+    return (
+        f"{setting('offload', options.offload)} moves nothing with {order}"
+        f"{setting('nb_part', nb_part)} and {setting('chunks', options.chunks)}: each micro-batch "
+        f"is needed again within two actions. Set {setting('offload', 'none')}, or have more "
+        f"micro-batches in flight, for example with {other}"
+        f"{setting('chunks', max(4, options.chunks))}"
+    )
+
+
 def _check_recompute(spec: Any) -> None:
     if isinstance(spec, str):
         if spec not in RECOMPUTE_MODES:

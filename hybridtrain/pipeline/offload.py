@@ -94,7 +94,7 @@ class SavedTensor(PackedTensor):
         self._storage: SavedStorage | None = storage
         self._tensor: Tensor | None = tensor.detach()
         self._version = tensor._version
-        self._place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self._place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         storage.add(self, self._tensor)
 
     @property
@@ -139,7 +139,7 @@ class SavedStorage:
 
     def __init__(self, memory: DeviceMemory, tensor: Tensor) -> None:
         self.dtype, self._device = tensor.dtype, tensor.device
-        self.begin, self.end = tensor.storage_offset(), 0
+        self.begin, self.end = int(tensor.storage_offset()), 0
         self._memory = memory
         self._tensors: list[ref[SavedTensor]] = []
         self._buffer: HostBuffer | None = None  # from the beginning of the copy to the host on
@@ -149,7 +149,7 @@ class SavedStorage:
 
     def add(self, saved: SavedTensor, tensor: Tensor) -> None:
         """Adds a tensor."""
-        offset, per_line = tensor.storage_offset(), max(1, _ALIGNMENT // self.dtype.itemsize)
+        offset, per_line = int(tensor.storage_offset()), _ALIGNMENT // self.dtype.itemsize
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         self.begin = min(self.begin, offset // per_line * per_line)
         self.end = max(self.end, offset + sum((n - 1) * step for n, step in sizes) + 1)

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.tensors import resident_bytes
+from hybridtrain._base.text_table import with_unit
+from hybridtrain.errors import setting
 from hybridtrain.pipeline.forward import ForwardStage
 
 if TYPE_CHECKING:
@@ -104,6 +106,18 @@ def log_compiled(pipeline: Pipeline) -> None:
         if plain
         else "",
     )
+
+
+def log_offload(pipeline: Pipeline) -> None:
+    """Logs what this process has moved out of its devices."""
+    memories = {id(s.offload.memory): s.offload.memory for s in pipeline.stages if s.offload}
+    if memories:
+        _log.info(
+            "activations of earlier micro-batches wait in %s of the host's memory and come back "
+            "one action before their backward (%s)",
+            with_unit(sum(memory.host.most_nbytes for memory in memories.values())),
+            setting("offload", pipeline.offload),
+        )
 
 
 def _count_compiled(pipeline: Pipeline, stage: ForwardStage) -> int:
