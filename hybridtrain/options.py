@@ -368,10 +368,9 @@ def offloads_nothing(options: PipelineOptions, nb_part: int, schedules: bool = T
     other = f"{setting('schedule', 'gpipe')} and " if schedules else ""
     return (
         f"{setting('offload', options.offload)} moves nothing with {order}"
-        f"{setting('nb_part', nb_part)} and {setting('chunks', options.chunks)}: each micro-batch "
-        f"is needed again within two actions. Set {setting('offload', 'none')}, or have more "
-        f"micro-batches in flight, for example with {other}"
-        f"{setting('chunks', max(4, options.chunks))}"
+        f"{setting('nb_part', nb_part)} and {setting('chunks', options.chunks)}: no device would "
+        f"hold fewer micro-batches. Set {setting('offload', 'none')}, or have more of them in "
+        f"flight, for example with {other}{setting('chunks', max(8, options.chunks))}"
     )
 
 

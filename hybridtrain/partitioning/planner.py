@@ -49,11 +49,11 @@ from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
 from hybridtrain.partitioning.recompute import recomputes_stages
 from hybridtrain.partitioning.stage_owners import StageOwners
 from hybridtrain.schedule import (
-    Offloading,
     Schedule,
     actions_as_text,
     fullest_moments,
     make_schedule,
+    offloading_on,
     peak_in_flight,
 )
 
@@ -279,8 +279,7 @@ class Planner:
         moves_all = options.offload == "all" or recomputes_stages(options.recompute)
         most = [0] * order.stages
         if options.offload != "none" and moves_all:
-            is_cpu = torch.device(self._owners.devices[0]).type == "cpu"
-            copies: Offloading = "instant" if is_cpu else "overlapped"
+            copies = offloading_on(torch.device(self._owners.devices[0]).type)
             for lane, moments in zip(
                 order.lanes, fullest_moments(order, offloading=copies), strict=True
             ):

@@ -41,7 +41,7 @@ from hybridtrain._base.torch_private import (
 )
 from hybridtrain.pipeline.host_memory import HostBuffer, HostMemory
 from hybridtrain.pipeline.transfer import side_stream
-from hybridtrain.schedule import Action, Schedule, offload_copies
+from hybridtrain.schedule import Action, Offloading, Schedule, offload_copies
 
 _SMALLEST = (
     4096  # bytes of a storage; to start the copy of a smaller one takes longer than the copy
@@ -294,6 +294,11 @@ class DeviceMemory:
         # by action: the storages that leave, and the event after which they have left
         self._leaving: deque[tuple[list[SavedStorage], Event | None]] = deque()
 
+    @property
+    def offloading(self) -> Offloading:
+        """How long copies to the host take."""
+        return "instant" if self._accelerator is None else "overlapped"
+
     def alive(self, tensor: Tensor) -> StorageWeakRef | None:
         """Returns what tells whether a tensor's memory exists; None where the allocator counts."""
         return StorageWeakRef(tensor.untyped_storage()) if self._accelerator is None else None
@@ -455,7 +460,7 @@ class StepCopies:
 
     Args:
         schedule: the schedule.
-        stages: the stages of this process, by their index.
+        stages: the stages of this process, by their index; one at least.
         stays: the storages that stay on their devices, by `storage_id`.
         counts: whether to count what is on the devices.
     """
@@ -467,7 +472,7 @@ class StepCopies:
         stays: set[int],
         counts: bool,
     ) -> None:
-        self._copies = offload_copies(schedule)
+        self._copies = offload_copies(schedule, next(iter(stages.values())).memory.offloading)
         self._stages = stages
         self._stays = stays
         self._counts = counts

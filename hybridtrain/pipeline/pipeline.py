@@ -318,9 +318,10 @@ class Pipeline:
 
     def _check_offload(self, schedule: Schedule) -> None:
         """Checks that the option `offload` has an effect in a full batch."""
-        options = self._options
-        is_full = schedule.chunks >= options.chunks
-        if options.offload != "none" and is_full and not offloads_anything(schedule):
+        options, offload = self._options, self.stages[0].offload
+        if offload is None or schedule.chunks < options.chunks:
+            return
+        if not offloads_anything(schedule, offload.memory.offloading):
             schedules = schedule.trains  # otherwise a caller's loop runs all forwards first
             raise ConfigError(offloads_nothing(options, len(schedule.lanes), schedules))
 

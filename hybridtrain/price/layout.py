@@ -14,6 +14,7 @@ from hybridtrain.partitioning import whole_stages
 from hybridtrain.price.unequal import EQUAL, Arrangement, arrangements
 from hybridtrain.schedule import (
     Placement,
+    offloading_on,
     offloads_anything,
     place_of,
     registered,
@@ -217,7 +218,8 @@ def _placed(
             continue
         for chunks in choices.chunks or _chunks(of_replica, placed.has_unequal_shares):
             for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                if choices.offload != "none" and not _offloads(schedule, nb_part, chunks, v):
+                shape = nb_part, chunks, v
+                if choices.offload != "none" and not _offloads(schedule, shape, hardware.device):
                     continue
                 for recompute in _recompute_modes(chunks, choices):
                     for shard in choices.shard if replicas > 1 else ("none",):
@@ -260,13 +262,13 @@ def _recompute_modes(chunks: int, choices: Choices) -> Sequence[str]:
 
 
 @lru_cache(maxsize=4096)
-def _offloads(schedule: str, nb_part: int, chunks: int, stages_per_device: int) -> bool:
+def _offloads(schedule: str, shape: tuple[int, int, int], device_type: str) -> bool:
     """Returns whether activations would leave a device."""
     try:
-        table = registered(schedule).build(nb_part, chunks, stages_per_device)
+        table = registered(schedule).build(*shape)
     except ScheduleError:  # the search leaves the layout out
         return True
-    return offloads_anything(table)
+    return offloads_anything(table, offloading_on(device_type))
 
 
 def divisors(number: int) -> list[int]:

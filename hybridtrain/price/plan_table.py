@@ -94,7 +94,7 @@ class PricedPlans:
     def copies_in_words(self) -> str:
         """Returns what the first plan's offloading copies, which the prices leave out."""
         best = self.prices[0]
-        moved = offloaded_bytes(self.table, self.work, best.layout, best.counts)
+        moved = offloaded_bytes(self.table, self.hardware, self.work, best.layout, best.counts)
         rate = max(moved) * self.work.accumulate / (best.pipeline_ms / 1e3)
         return (
             f"{setting('offload', best.layout.offload)}: the predicted times leave out the copies; "

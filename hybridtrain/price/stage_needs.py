@@ -25,6 +25,7 @@ from hybridtrain.schedule import (
     fullest_moments,
     is_periodic,
     offload_copies,
+    offloading_on,
     registered,
 )
 
@@ -88,8 +89,7 @@ def device_memory(
     """
     stages = table.stages_at(layout.samples(work), counts)
     memory = []
-    copies: Offloading = "instant" if hardware.device == "cpu" else "overlapped"
-    moments_of = _moments_of(layout, copies)
+    moments_of = _moments_of(layout, offloading_on(hardware.device))
     for own_stages, moments in zip(_stages_by_device(layout), moments_of, strict=True):
         weights = sum(stages[stage].weight_bytes for stage in own_stages)
         trained = sum(stages[stage].trained_bytes for stage in own_stages)
@@ -181,7 +181,11 @@ def _by_device(devices: Sequence[int], nb_part: int) -> list[list[int]]:
 
 
 def offloaded_bytes(
-    table: CostTable, work: StepWork, layout: ParallelLayout, counts: Sequence[int]
+    table: CostTable,
+    hardware: Hardware,
+    work: StepWork,
+    layout: ParallelLayout,
+    counts: Sequence[int],
 ) -> list[int]:
     """Returns the bytes that leave each device in a batch, and come back."""
     if layout.offload == "none":
@@ -191,7 +195,7 @@ def offloaded_bytes(
     schedule = registered(layout.schedule).build(*shape)
     whole = whole_stages(layout.recompute, layout.chunks)
     moved = [0] * layout.nb_part
-    for copies in offload_copies(schedule).values():
+    for copies in offload_copies(schedule, offloading_on(hardware.device)).values():
         if copies.away is not None:
             stage, microbatch = copies.away
             sums, nbytes = stages[stage], 0

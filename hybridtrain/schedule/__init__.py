@@ -27,7 +27,6 @@ from hybridtrain.schedule.controllable_memory import v_half, v_min
 from hybridtrain.schedule.files import actions_as_text, is_file, read_schedule, write_csv
 from hybridtrain.schedule.memory import (
     Moment,
-    Offloading,
     fullest_moments,
     peak_in_flight,
 )
@@ -38,7 +37,13 @@ from hybridtrain.schedule.named import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from hybridtrain.schedule.offload import Copies, offload_copies, offloads_anything
+from hybridtrain.schedule.offload import (
+    Copies,
+    Offloading,
+    offload_copies,
+    offloading_on,
+    offloads_anything,
+)
 from hybridtrain.schedule.registry import (
     RegisteredSchedule,
     is_periodic,
@@ -110,6 +115,7 @@ __all__ = [
     "mean_costs",
     "mean_delays",
     "offload_copies",
+    "offloading_on",
     "offloads_anything",
     "one_forward_one_backward",
     "peak_in_flight",

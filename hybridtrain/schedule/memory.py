@@ -12,9 +12,9 @@ stages, not the sum of their peaks.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from hybridtrain.schedule.offload import Held, offload_copies
+from hybridtrain.schedule.offload import Held, Offloading, offload_copies
 from hybridtrain.schedule.table import Action, Schedule
 
 
@@ -36,13 +36,6 @@ class Moment(NamedTuple):
     activations: tuple[int, ...]
     waiting: tuple[int, ...]
     on_device: tuple[int, ...]
-
-
-Offloading = Literal["instant", "overlapped"]
-"""How long copies to host memory take: no time, as on a CPU, or until the next action has ended.
-
-Until a copy has ended, what it copies is on the device.
-"""
 
 
 def fullest_moments(
@@ -78,7 +71,7 @@ def _fullest_moments_of(
 ) -> tuple[Moment, ...]:
     place = {stage: i for i, stage in enumerate(sorted({action.stage for action in lane}))}
     inputs, activations, waiting = ([0] * len(place) for _ in range(3))
-    copies = offload_copies(schedule) if offloading is not None else {}
+    copies = offload_copies(schedule, offloading) if offloading is not None else {}
     on_device: set[Held] = set()
     finished: set[Held] = set()
     leaving: set[Held] = set()  # until the present action has ended
