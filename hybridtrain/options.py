@@ -37,6 +37,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
 AUTO = "auto"
+OFFLOAD_MODES = ("none", "inputs", "all")
 RECOMPUTE_MODES = ("never", "except_last", "always")
 
 # Names that other libraries use for this library's arguments.
@@ -96,6 +97,10 @@ class PipelineOptions:
     """Activations to recompute in the backward pass instead of storing them: `never`; `always`
     (all layers); `except_last` (all layers, for all micro-batches but the last); every kth layer
     with `{every: k}`; or a list of layer names."""
+    offload: str = "none"
+    """Activations that wait for their backward in the host's memory, and come back one action
+    before it: `none`; the `inputs` of recomputed layers; or `all`, so that about two micro-batches
+    stay on each device. The results are the same."""
     stages_per_device: int = 1
     """Stages per device; more than one interleaves 1F1B. `zb-h1` needs 1; `zb-v`, `v-half` and
     `v-min` need 2."""
@@ -155,6 +160,7 @@ class PipelineOptions:
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("shard", self.shard, SHARD_MODES)
+        check_choice("offload", self.offload, OFFLOAD_MODES)
         for name in ("chunks", "stages_per_device", "max_inflight"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -181,6 +187,12 @@ class PipelineOptions:
             raise ConfigError(f"{setting('seed', self.seed)} must fit in 64 bits")
         _check_split(self.split)
         _check_recompute(self.recompute)
+        if self.offload == "inputs" and self.recompute == "never":
+            raise ConfigError(
+                f"{setting('offload', 'inputs')} moves the inputs of recomputed layers, and with "
+                f"{setting('recompute', 'never')} there are none: set {argument('recompute')}, or "
+                f"{setting('offload', 'all')}"
+            )
 
 
 def _take_plain_numbers(options: Any) -> None:
@@ -342,6 +354,24 @@ def _check_split(split: Any) -> None:
             f"{setting('split', split, repr)}: use a name, the path of a plan, or a list of layer "
             "counts, cut points, layer names or name patterns"
         )
+
+
+def offloads_nothing(options: PipelineOptions, nb_part: int, schedules: bool = True) -> str:
+    """Returns the message for an `offload` that has no effect.
+
+    Args:
+        options: the options.
+        nb_part: the devices of a pipeline.
+        schedules: whether the option `schedule` decides on the order of actions.
+    """
+    order = f"{setting('schedule', options.schedule)}, " if schedules else ""
+    other = f"{setting('schedule', 'gpipe')} and " if schedules else ""
+    return (
+        f"{setting('offload', options.offload)} moves nothing with {order}"
+        f"{setting('nb_part', nb_part)} and {setting('chunks', options.chunks)}: no device would "
+        f"hold fewer micro-batches. Set {setting('offload', 'none')}, or have more of them in "
+        f"flight, for example with {other}{setting('chunks', max(8, options.chunks))}"
+    )
 
 
 def _check_recompute(spec: Any) -> None:

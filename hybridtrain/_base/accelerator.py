@@ -83,6 +83,19 @@ class Accelerator(Protocol):
         """Returns a copy in CPU memory, valid once the current stream has reached this point."""
         ...
 
+    @property
+    def tensor_type(self) -> type[Tensor]:
+        """The type of tensors on these devices that have plain memory."""
+        ...
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Returns bytes of CPU memory that copies to and from a device need not wait for."""
+        ...
+
+    def copy_into(self, target: Tensor, source: Tensor) -> None:
+        """Copies between a device and `host_memory`, in the current stream of the device."""
+        ...
+
     def set_device(self, device: torch.device) -> None:
         """Makes `device` the current device of this thread."""
         ...
@@ -140,6 +153,16 @@ class Cuda:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", non_blocking=True)  # PyTorch allocates pinned memory for this copy
+
+    @property
+    def tensor_type(self) -> type[Tensor]:
+        return Tensor
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def copy_into(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
 
     def set_device(self, device: torch.device) -> None:
         torch.cuda.set_device(device)

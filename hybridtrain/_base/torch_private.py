@@ -57,6 +57,7 @@ __all__ = [
     "FakeTensorMode",
     "HashStore",
     "InterceptedDraws",
+    "PackedTensor",
     "PrefixStore",
     "StopRecomputation",
     "Store",
@@ -806,6 +807,20 @@ def move_hooks(source: Tensor, target: Tensor) -> None:
 _saved_names: dict[type, list[str]] = {}
 
 
+class PackedTensor:
+    """What a pack hook returns, for an unpack hook that may run several times."""
+
+    __slots__ = ()
+
+    def tensor(self) -> Tensor:
+        """Returns the tensor."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Frees the tensor."""
+        raise NotImplementedError
+
+
 def free_saved(node: torch.autograd.graph.Node) -> None:
     """Frees the tensors that a node of the graph has saved; the node cannot run afterwards.
 
@@ -813,14 +828,20 @@ def free_saved(node: torch.autograd.graph.Node) -> None:
     Registering a pack hook calls it at once, and its result replaces the saved tensor.
     """
     for saved in _saved_of(node):
-        # nothing is saved, or it already has hooks
-        with suppress(RuntimeError):
+        if saved.unpack_hook is not None:
+            if isinstance(saved.data, PackedTensor):
+                saved.data.free()
+            continue
+        with suppress(RuntimeError):  # nothing is saved
             saved.register_hooks(_nothing, _is_gone)
 
 
 def has_saved_hooks(node: torch.autograd.graph.Node) -> bool:
-    """Returns whether a node of the graph has saved tensors with hooks."""
-    return any(saved.unpack_hook is not None for saved in _saved_of(node))
+    """Returns whether a node of the graph has saved tensors with hooks that may run only once."""
+    return any(
+        saved.unpack_hook is not None and not isinstance(saved.data, PackedTensor)
+        for saved in _saved_of(node)
+    )
 
 
 def _saved_of(node: torch.autograd.graph.Node) -> Iterator[Any]:

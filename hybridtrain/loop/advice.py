@@ -155,7 +155,7 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
     wanted, at_best = [mean] * len(times), "at best "
     if all(cost.forward_ms > 0 for cost in plan.costs):
         with_recompute = _with_recomputation(step)
-        stages = stage_costs(with_recompute, plan.counts, plan.in_flight, speeds=plan.speeds)
+        stages = stage_costs(with_recompute, plan.counts, plan.on_device, speeds=plan.speeds)
         planned = [stage.forward_ms + stage.backward_ms for stage in stages]
         if (unequal := _unequal_devices(step, times, planned, with_recompute)) is not None:
             return unequal
@@ -170,8 +170,8 @@ def _even_stages(step: RecordedStep) -> Proposal | None:
             for cost in stage.layers
         ]
         goal = Objective(speeds=tuple(plan.speeds))
-        counts = cut_by_costs(layers, plan.in_flight, goal)
-        cut = stage_costs(layers, counts, plan.in_flight, speeds=plan.speeds)
+        counts = cut_by_costs(layers, plan.on_device, goal)
+        cut = stage_costs(layers, counts, plan.on_device, speeds=plan.speeds)
         wanted = [(stage.forward_ms + stage.backward_ms) / 1e3 for stage in cut]
         at_best = ""
     if step.options.split == "time":  # measured already
@@ -233,11 +233,11 @@ def _unequal_devices(
         return None
     speeds = [round(rate / min(rates), 1) for rate in rates]
     goal = Objective.of(replace(step.options, split="time", device_speeds=speeds))
-    counts = find_cut(plan.costs, plan.in_flight, goal)
+    counts = find_cut(plan.costs, plan.on_device, goal)
     if counts is None:  # the fast device has too little memory
         return None
     by_stage = [speeds[lane_of[stage]] for stage in range(len(times))]
-    cut = stage_costs(layers, counts, plan.in_flight, speeds=by_stage)
+    cut = stage_costs(layers, counts, plan.on_device, speeds=by_stage)
     # the rate of a device of speed 1, in planned milliseconds per second
     unit = min(rates)
     wanted = [(stage.forward_ms + stage.backward_ms) / unit for stage in cut]
@@ -260,7 +260,10 @@ def _keep_activations(step: RecordedStep) -> Proposal | None:
     sizes = [sum(cost.activation_bytes for cost in stage.layers) for stage in step.plan.stages]
     if not any(sizes):  # not measured
         return None
-    more = max(size * stage.in_flight for size, stage in zip(sizes, step.plan.stages, strict=True))
+    moves_inputs = step.options.offload == "inputs"  # which would then move nothing
+    held_by = step.plan.in_flight if moves_inputs else step.plan.on_device
+    more = max(size * held for size, held in zip(sizes, held_by, strict=True))
+    settings = setting("recompute", "never") + f" and {setting('offload', 'none')}" * moves_inputs
     costs = step.costs
     saved = step.account.recompute / step.account.forward
     once = {
@@ -277,7 +280,7 @@ def _keep_activations(step: RecordedStep) -> Proposal | None:
         "recompute",
         seconds,
         f"recomputation takes {_share(step, 'recompute')} of a step: "
-        f"{setting('recompute', 'never')} would take {_times(step, seconds)}, using up to "
+        f"{settings} would take {_times(step, seconds)}, using up to "
         f"{with_unit(more)} more memory per device",
     )
 

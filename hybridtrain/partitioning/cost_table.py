@@ -45,6 +45,7 @@ class StageSums(NamedTuple):
         backward_calls_ms: host time to launch its backwards.
         input_bytes: the values that cross the cut before it; 0 for the first stage.
         activation_bytes: the activations of its layers.
+        restart_bytes: the part of them that the recomputations of single layers start from.
         temporary_bytes: see `most_temporary`.
         weight_bytes: its parameters and buffers.
         trained_bytes: its trained parameters.
@@ -58,6 +59,7 @@ class StageSums(NamedTuple):
     backward_calls_ms: float
     input_bytes: int
     activation_bytes: int
+    restart_bytes: int
     temporary_bytes: int
     weight_bytes: int
     trained_bytes: int
@@ -148,6 +150,7 @@ class CostTable:
                 + sum([self.host_ms[index][0] for index in single]),
                 input_bytes=all_costs[start - 1].crossing_bytes if start else 0,
                 activation_bytes=sum([cost.activation_bytes for cost in costs]),
+                restart_bytes=sum([costs[index - start].activation_bytes for index in single]),
                 temporary_bytes=most_temporary(costs),
                 weight_bytes=sum([size.weights for size in sizes]),
                 trained_bytes=sum([size.trained for size in sizes]),

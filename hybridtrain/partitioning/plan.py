@@ -44,6 +44,7 @@ class StagePlan:
         in_flight: the peak number of micro-batches in flight.
         layers: the costs of its layers, in order, on the first device of the pipeline.
         speed: the speed of its device relative to the first one.
+        on_device: the most of them with activations on the device, if others are offloaded; 0: all.
     """
 
     device: str
@@ -51,6 +52,7 @@ class StagePlan:
     in_flight: int
     layers: list[LayerCost]
     speed: float = 1.0
+    on_device: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,10 +117,15 @@ class Plan:
         """For each stage, the peak number of micro-batches in flight."""
         return [stage.in_flight for stage in self.stages]
 
+    @property
+    def on_device(self) -> list[int]:
+        """For each stage, the most micro-batches with activations on its device."""
+        return [stage.on_device or stage.in_flight for stage in self.stages]
+
     def stage_costs(self) -> list[StageCost]:
         """Returns the cost of each stage on its device, from the costs of its layers."""
         recomputes = recomputes_stages(self.recompute)
-        return stage_costs(self.costs, self.counts, self.in_flight, recomputes, self.speeds)
+        return stage_costs(self.costs, self.counts, self.on_device, recomputes, self.speeds)
 
     @property
     def speeds(self) -> list[float]:
@@ -131,8 +138,9 @@ class Plan:
         content["recompute"] = _plain(self.recompute)
         actions = {"actions": content.pop("actions")}
         for stage in content["stages"]:
-            if stage["speed"] == StagePlan.speed:
-                del stage["speed"]
+            for name in ("speed", "on_device"):
+                if stage[name] == getattr(StagePlan, name):
+                    del stage[name]
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
         form: dict[str, Any] = {"sort_keys": False, "width": 2**31, "allow_unicode": True}
@@ -185,8 +193,8 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 }
 
 
-# Keys that are missing in plans of earlier versions, or for equal devices.
-_OPTIONAL = ("actions", "speed")
+# Keys that are missing in plans of earlier versions, or have their defaults.
+_OPTIONAL = ("actions", "speed", "on_device")
 
 
 def _parsed(kind: Any, value: Any, place: str) -> Any:

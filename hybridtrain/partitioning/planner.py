@@ -46,8 +46,16 @@ from hybridtrain.partitioning.objective import (
 )
 from hybridtrain.partitioning.observed_calls import ObservedChains
 from hybridtrain.partitioning.plan import Plan, StagePlan, counts_for
+from hybridtrain.partitioning.recompute import recomputes_stages
 from hybridtrain.partitioning.stage_owners import StageOwners
-from hybridtrain.schedule import actions_as_text, make_schedule, peak_in_flight
+from hybridtrain.schedule import (
+    Schedule,
+    actions_as_text,
+    fullest_moments,
+    make_schedule,
+    offloading_on,
+    peak_in_flight,
+)
 
 log = logging.getLogger("hybridtrain")
 
@@ -227,7 +235,9 @@ class Planner:
         shape = options.schedule, nb_part, chunks, per_device, options.max_inflight
         order = make_schedule(*shape)
         in_flight = peak_in_flight(order)
-        decision = self._decide(in_flight)
+        on_device = self._on_device(order)
+        held = [some or alive for some, alive in zip(on_device, in_flight, strict=True)]
+        decision = self._decide(held)
         chain = self._chain(decision.expand)
         _runs_of(chain.layers, decision.counts, chain)  # no cut separates what belongs together
         ends = accumulate(decision.costs_per_stage or decision.counts, initial=0)
@@ -251,13 +261,31 @@ class Planner:
                     in_flight=alive,
                     layers=costs,
                     speed=speed / speeds[0],  # the costs are for the first device
+                    on_device=some if some < alive else 0,
                 )
-                for stage, (alive, costs, speed) in enumerate(
-                    zip(in_flight, runs, speeds, strict=True)
+                for stage, (alive, costs, speed, some) in enumerate(
+                    zip(in_flight, runs, speeds, on_device, strict=True)
                 )
             ],
             actions=actions_as_text(order),
         )
+
+    def _on_device(self, order: Schedule) -> list[int]:
+        """Returns, for each stage, how many micro-batches its device holds at most; 0: all.
+
+        Of single recomputed layers, whose inputs alone are moved, the plan has no costs.
+        """
+        options = self._options
+        moves_all = options.offload == "all" or recomputes_stages(options.recompute)
+        most = [0] * order.stages
+        if options.offload != "none" and moves_all:
+            copies = offloading_on(torch.device(self._owners.devices[0]).type)
+            for lane, moments in zip(
+                order.lanes, fullest_moments(order, offloading=copies), strict=True
+            ):
+                for number, stage in enumerate(sorted({action.stage for action in lane})):
+                    most[stage] = max(moment.on_device[number] for moment in moments)
+        return most
 
     def layers_of(self, plan: Plan) -> PlannedLayers:
         """Rebuilds the layers of `plan`, on any process.

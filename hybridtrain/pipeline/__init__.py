@@ -15,6 +15,8 @@ replicas               logical replicas in a process: their state, and the sum o
 recomputation_proof    compares recomputations with their forwards
 tensor_digest          a digest of a tensor's bits
 recompute              recomputation of activations in the backward
+offload                activations that wait for their backward outside of the device
+host_memory            the host's buffers for them
 engine                 the interface of engines, and the step that they run
 run_ahead              how far the host runs ahead of accelerators
 transfer               copies to another device

@@ -17,6 +17,7 @@ from hybridtrain._base.torch_private import (
     saved_hooks,
 )
 from hybridtrain.errors import UserError, argument, setting
+from hybridtrain.pipeline import offload
 from hybridtrain.pipeline.layer_state import Change, StageState
 from hybridtrain.pipeline.tensor_digest import digest
 
@@ -50,7 +51,9 @@ def guarding_saved(state: StageState) -> Iterator[None]:
         UserError: in the backward, that the values have changed; names the layer.
     """
     changes = dict(state.uncounted)
-    hooks = saved_hooks()  # the caller's, which PyTorch does not call around the hooks here
+    hooks = saved_hooks()  # outer ones, which PyTorch does not call around the hooks here
+    # these compare versions themselves, and the tensor must be able to leave its device
+    are_of_offload = hooks is not None and hooks[1] is offload.unpack
 
     def pack(tensor: Tensor) -> Any:
         change = None
@@ -58,13 +61,15 @@ def guarding_saved(state: StageState) -> Iterator[None]:
             change = changes.get(storage_id(tensor))
         before = None if change is None else digest(tensor)
         packed = None if hooks is None else hooks[0](tensor)
-        return tensor, tensor._version, change, before, packed
+        held = None if are_of_offload and change is None else tensor
+        return held, tensor._version, change, before, packed
 
     def unpack(packed: Any) -> Tensor:
-        tensor: Tensor
+        tensor: Tensor | None
         tensor, version, change, before, packed = packed
-        value = tensor if hooks is None else hooks[1](packed)
-        if backward_of_batch_norm():  # saves its running statistics, but does not use them
+        value: Tensor = tensor if hooks is None else hooks[1](packed)
+        # a batch norm saves its running statistics, but does not use them
+        if tensor is None or backward_of_batch_norm():
             return value
         if change is not None and before is not None:
             if not torch.equal(before, digest(tensor)):  # type: ignore[arg-type]

@@ -170,8 +170,9 @@ class MessageWire:
         self._coming: dict[Action, _Coming] = {}
         # tensors must live until they are sent
         self._sent: deque[tuple[list[Pending], list[Tensor]]] = deque()
-        # without backwards, sent tensors would otherwise stay until the end of a long batch
-        self._most_sent = 4 * len(lane.peers)
+        # without backwards, sent tensors would otherwise stay until the end of a long batch; a sent
+        # one that is offloaded stays until it is sent
+        self._most_sent = (1 if any(s.offload for s in stages.values()) else 4) * len(lane.peers)
 
     def send(self, to: Action, message: list[Any]) -> None:
         """Starts sending the message, or keeps it for a stage of this process."""

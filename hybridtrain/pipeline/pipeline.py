@@ -20,7 +20,7 @@ from hybridtrain._base.shares import MicrobatchPlace
 from hybridtrain._base.torch_private import keep_device_guard
 from hybridtrain.errors import ConfigError, did_you_mean, setting
 from hybridtrain.launch import activity, second_signal_ends
-from hybridtrain.options import ENGINES, PipelineOptions
+from hybridtrain.options import ENGINES, PipelineOptions, offloads_nothing
 from hybridtrain.partitioning import Plan, PlannedLayers, recompute_policy
 from hybridtrain.pipeline.agreement import BatchCheck, check_frozen_alike
 from hybridtrain.pipeline.batch_norm import DeferredBatchNormStats
@@ -37,10 +37,10 @@ from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
 from hybridtrain.pipeline.step_kind import StepKind, StepKinds, begun
-from hybridtrain.pipeline.summaries import log_compiled
+from hybridtrain.pipeline.summaries import log_compiled, log_offload
 from hybridtrain.pipeline.ties import TiedUse, tied_uses, ties_of
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
-from hybridtrain.schedule import Schedule, backward_only
+from hybridtrain.schedule import Schedule, backward_only, offloads_anything
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -180,6 +180,11 @@ class Pipeline:
         return self._world
 
     @property
+    def offload(self) -> str:
+        """The option `offload`."""
+        return self._options.offload
+
+    @property
     def compiles(self) -> bool:
         """True if layers are compiled."""
         return self._options.compile
@@ -213,6 +218,8 @@ class Pipeline:
         for stage in self.stages if reduce else ():
             if stage.reducer is not None:
                 stage.reducer.begin_step()
+        if self._is_first_step:
+            self._check_offload(schedule)
         recomputed = self._policy.whole_stages(schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()
@@ -261,6 +268,8 @@ class Pipeline:
         """
         if self._options.broadcast_buffers:
             self.sync_buffers()
+        if self._is_first_step:
+            self._check_offload(schedule)
         training, recomputed = self._net.training, self._policy.whole_stages(schedule.chunks)
         step = Step(
             schedule,
@@ -307,10 +316,20 @@ class Pipeline:
         for stage in stages:
             stage.check_step()
 
+    def _check_offload(self, schedule: Schedule) -> None:
+        """Checks that the option `offload` has an effect in a full batch."""
+        options, offload = self._options, self.stages[0].offload
+        if offload is None or schedule.chunks < options.chunks:
+            return
+        if not offloads_anything(schedule, offload.memory.offloading):
+            schedules = schedule.trains  # otherwise a caller's loop runs all forwards first
+            raise ConfigError(offloads_nothing(options, len(schedule.lanes), schedules))
+
     def _end_first_step(self) -> None:
         if self._is_first_step:
             self._is_first_step = False
             self._watch.changed_by_forward()
+            log_offload(self)
             if self._options.compile:
                 log_compiled(self)
 

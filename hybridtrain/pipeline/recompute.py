@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.torch_private import StopRecomputation, allowing_torch_func
 from hybridtrain.errors import UserError, argument
 from hybridtrain.pipeline.layer_state import Snapshot
@@ -39,34 +38,31 @@ class Piece:
     record: Record | None = None
 
 
-def run_to_recompute(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
-    """Returns `run(piece, *args)`; the backward recomputes its activations.
+def run_to_recompute(run: Callable[[Piece], Any], inputs: Any, device: torch.device) -> Any:
+    """Returns `run(piece)`; the backward recomputes its activations.
 
     Args:
-        run: called once more, with the same arguments, in the backward; its first run fills the
-            `Piece` for the second.
-        copy: pass copies of the arguments to `run`, which may work in place; the second run needs
-            the original values.
-        *args: a pytree of tensors and other values.
+        run: called once more in the backward; its first run fills the `Piece` for the second. It
+            holds its inputs itself: a checkpoint would keep them on their device.
+        inputs: a pytree with the tensors that it starts from.
+        device: their device.
 
     Raises:
-        UserError: `run` has changed an argument in place without `copy`.
+        UserError: `run` has changed an input in place.
     """
     first = True
-    originals = [] if copy else [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    originals = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     versions = _versions(originals)
     piece = Piece()
     failure: BaseException | None = None
 
-    def run_again(*args: Any) -> Any:
+    def run_again(_: Tensor) -> Any:
         nonlocal first, failure
-        if copy:
-            args = map_tensors(torch.clone, args)
         if first:
             first = False
             try:
                 with allowing_torch_func():
-                    return run(piece, *args)
+                    return run(piece)
             except BaseException as error:
                 # PyTorch 2.11's checkpoint must exit without an exception. Otherwise the hooks that
                 # it has put into this thread stay as long as the exception, and are then removed
@@ -75,7 +71,7 @@ def run_to_recompute(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
                 return None
         try:
             with as_recomputation(), allowing_torch_func():
-                return run(piece, *args)
+                return run(piece)
         except RuntimeError as error:
             # The exception that ends a complete recomputation changes its type if raised inside
             # TorchScript. After a real error, checkpoint reports missing tensors.
@@ -83,7 +79,9 @@ def run_to_recompute(run: Callable[..., Any], copy: bool, *args: Any) -> Any:
                 raise
             raise StopRecomputation from error
 
-    result = checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
+    # the argument tells the checkpoint which device's autocast to restore
+    of_device = torch.empty(0, device=device)
+    result = checkpoint(run_again, of_device, use_reentrant=False, preserve_rng_state=False)
     if failure is not None:
         try:
             raise failure

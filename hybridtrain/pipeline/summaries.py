@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.tensors import resident_bytes
+from hybridtrain._base.text_table import with_unit
+from hybridtrain.errors import setting
 from hybridtrain.pipeline.forward import ForwardStage
 
 if TYPE_CHECKING:
@@ -48,12 +50,14 @@ def memory_bytes(pipeline: Pipeline, optimizer: Optimizer | None = None) -> list
     """Returns the peak memory so far of each stage of this process, in bytes.
 
     On a GPU this is the allocator's peak. On a CPU it is the sum of parameters, gradients, buffers,
-    the activations of as many micro-batches as the schedule keeps in flight, and the state of the
-    `optimizer`, if given.
+    the activations of as many micro-batches as the schedule keeps in flight, but for those that are
+    offloaded the most that has been there, and the state of the `optimizer`, if given.
     """
     in_flight = pipeline.plan.in_flight
     return [
-        resident_bytes(stage.module, optimizer) + in_flight[stage.index] * (stage.saved_bytes or 0)
+        resident_bytes(stage.module, optimizer)
+        + in_flight[stage.index] * (stage.saved_bytes or 0)
+        + (0 if stage.offload is None else stage.offload.most_on_device)
         if (accelerator := accelerator_of(stage.device)) is None
         else accelerator.peak_memory(stage.device).allocated
         for stage in pipeline.stages
@@ -102,6 +106,18 @@ def log_compiled(pipeline: Pipeline) -> None:
         if plain
         else "",
     )
+
+
+def log_offload(pipeline: Pipeline) -> None:
+    """Logs what this process has moved out of its devices."""
+    memories = {id(s.offload.memory): s.offload.memory for s in pipeline.stages if s.offload}
+    if memories:
+        _log.info(
+            "activations of earlier micro-batches wait in %s of the host's memory and come back "
+            "one action before their backward (%s)",
+            with_unit(sum(memory.host.most_nbytes for memory in memories.values())),
+            setting("offload", pipeline.offload),
+        )
 
 
 def _count_compiled(pipeline: Pipeline, stage: ForwardStage) -> int:

@@ -8,11 +8,18 @@ from functools import cached_property, lru_cache
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.replica_shares import samples_by_replica
-from hybridtrain.errors import ConfigError, argument
+from hybridtrain.errors import ConfigError, ScheduleError, argument
 from hybridtrain.options import ENGINES, SHARD_MODES, PipelineOptions
 from hybridtrain.partitioning import whole_stages
 from hybridtrain.price.unequal import EQUAL, Arrangement, arrangements
-from hybridtrain.schedule import Placement, place_of, registered, schedule_names
+from hybridtrain.schedule import (
+    Placement,
+    offloading_on,
+    offloads_anything,
+    place_of,
+    registered,
+    schedule_names,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class ParallelLayout:
     recompute: str = "never"
     shard: str = "none"
     arrangement: Arrangement = EQUAL
+    offload: str = "none"
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -140,6 +148,7 @@ class Choices:
     A sequence with one value fixes the setting. `schedule` defaults to all registered schedules.
 
     Attributes:
+        offload: the option `offload` of all layouts.
         options: pipeline options that determine the cut (`split`); None: the search also chooses
             the cut.
         arrange: yields the ways to place pipelines on the devices.
@@ -152,6 +161,7 @@ class Choices:
     stages_per_device: Sequence[int] = (1, 2, 4)
     recompute: Sequence[str] = ("never", "layers", "except_last", "always")
     shard: Sequence[str] = SHARD_MODES
+    offload: str = "none"
     options: PipelineOptions | None = None
     arrange: Callable[[Hardware, int, int], Iterable[Arrangement]] = arrangements
 
@@ -208,11 +218,15 @@ def _placed(
             continue
         for chunks in choices.chunks or _chunks(of_replica, placed.has_unequal_shares):
             for schedule, v in _schedules(nb_part, chunks, layers, choices):
+                shape = nb_part, chunks, v
+                if choices.offload != "none" and not _offloads(schedule, shape, hardware.device):
+                    continue
                 for recompute in _recompute_modes(chunks, choices):
                     for shard in choices.shard if replicas > 1 else ("none",):
                         yield replace(
                             placed, engine=engine, chunks=chunks, schedule=schedule,
                             stages_per_device=v, recompute=recompute, shard=shard,
+                            offload=choices.offload,
                         )  # fmt: skip
 
 
@@ -242,7 +256,19 @@ def _schedules(
 def _recompute_modes(chunks: int, choices: Choices) -> Sequence[str]:
     """Returns the modes to try; with one micro-batch `except_last` is the same as `never`."""
     same = chunks == 1 and "never" in choices.recompute
-    return [mode for mode in choices.recompute if not (same and mode == "except_last")]
+    moves_inputs = choices.offload == "inputs"  # which only recomputed layers keep
+    left_out = ["except_last"] * same + ["never"] * moves_inputs
+    return [mode for mode in choices.recompute if mode not in left_out]
+
+
+@lru_cache(maxsize=4096)
+def _offloads(schedule: str, shape: tuple[int, int, int], device_type: str) -> bool:
+    """Returns whether activations would leave a device."""
+    try:
+        table = registered(schedule).build(*shape)
+    except ScheduleError:  # the search leaves the layout out
+        return True
+    return offloads_anything(table, offloading_on(device_type))
 
 
 def divisors(number: int) -> list[int]:

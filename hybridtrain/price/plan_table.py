@@ -28,7 +28,7 @@ from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
 from hybridtrain.price.layout import Choices, ParallelLayout, StepWork
 from hybridtrain.price.price import Price
 from hybridtrain.price.search import ALIKE, find_layouts
-from hybridtrain.price.stage_needs import planned_costs, stage_times
+from hybridtrain.price.stage_needs import offloaded_bytes, planned_costs, stage_times
 from hybridtrain.schedule import (
     Schedule,
     Span,
@@ -90,6 +90,17 @@ class PricedPlans:
                 )
             )
         return "\n".join(text_table(lines, right_aligned=8))
+
+    def copies_in_words(self) -> str:
+        """Returns what the first plan's offloading copies, which the prices leave out."""
+        best = self.prices[0]
+        moved = offloaded_bytes(self.table, self.hardware, self.work, best.layout, best.counts)
+        rate = max(moved) * self.work.accumulate / (best.pipeline_ms / 1e3)
+        return (
+            f"{setting('offload', best.layout.offload)}: the predicted times leave out the copies; "
+            f"a device moves {with_unit(max(moved))} per batch to the host and back, which is "
+            f"hidden if the link sustains {rate / 1e9:.1f} GB/s in each direction"
+        )
 
     @property
     def fully_sharded(self) -> FullySharded | None:

@@ -20,9 +20,12 @@ from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.schedule import (
     Durations,
     Moment,
+    Offloading,
     RegisteredSchedule,
     fullest_moments,
     is_periodic,
+    offload_copies,
+    offloading_on,
     registered,
 )
 
@@ -86,17 +89,21 @@ def device_memory(
     """
     stages = table.stages_at(layout.samples(work), counts)
     memory = []
-    for own_stages, moments in zip(_stages_by_device(layout), _moments_of(layout), strict=True):
+    moments_of = _moments_of(layout, offloading_on(hardware.device))
+    for own_stages, moments in zip(_stages_by_device(layout), moments_of, strict=True):
         weights = sum(stages[stage].weight_bytes for stage in own_stages)
         trained = sum(stages[stage].trained_bytes for stage in own_stages)
         fixed = _fixed_bytes(weights, trained, work, layout)
-        at_peak = _bytes_at_peak(moments, stages, own_stages)
+        at_peak = _bytes_at_peak(moments, stages, own_stages, layout)
         memory.append(DeviceMemory(*fixed, *at_peak, hardware.library_bytes))
     return memory
 
 
 def _bytes_at_peak(
-    moments: Sequence[Moment], stages: Sequence[StageSums], own_stages: Sequence[int]
+    moments: Sequence[Moment],
+    stages: Sequence[StageSums],
+    own_stages: Sequence[int],
+    layout: ParallelLayout,
 ) -> tuple[int, int, int]:
     """Returns the activations, boundaries and temporaries of a device at its peak.
 
@@ -107,14 +114,21 @@ def _bytes_at_peak(
         moments: the moments at which the device may hold the most.
         stages: the costs of all stages.
         own_stages: the device's stages.
+        layout: the parallel layout.
     """
     activations = boundaries = peak = 0
+    offloads, whole = layout.offload != "none", layout.recompute in ("always", "except_last")
     for moment in moments:
         here = there = 0
-        for stage, inputs, alive, waiting in zip(own_stages, *moment[1:], strict=True):
+        for stage, inputs, alive, waiting, present in zip(own_stages, *moment[1:], strict=True):
             nbytes = stages[stage].activation_bytes
+            away = inputs - present if offloads else 0
+            moved = nbytes if layout.offload == "all" else stages[stage].restart_bytes
             here += alive * nbytes + round(WAITING * waiting * nbytes)
+            here -= min(away, alive) * moved
             there += inputs * stages[stage].input_bytes
+            if layout.offload == "all" or whole:
+                there -= away * stages[stage].input_bytes
         if here + there > activations + boundaries:
             activations, boundaries = here, there
         peak = max(peak, here + there + stages[moment.stage].temporary_bytes)
@@ -166,10 +180,50 @@ def _by_device(devices: Sequence[int], nb_part: int) -> list[list[int]]:
     return stages_of
 
 
-def _moments_of(layout: ParallelLayout) -> tuple[tuple[Moment, ...], ...]:
-    """Returns the moments at which each device may hold the most."""
+def offloaded_bytes(
+    table: CostTable,
+    hardware: Hardware,
+    work: StepWork,
+    layout: ParallelLayout,
+    counts: Sequence[int],
+) -> list[int]:
+    """Returns the bytes that leave each device in a batch, and come back."""
+    if layout.offload == "none":
+        return [0] * layout.nb_part
+    stages = table.stages_at(layout.samples(work), counts)
     shape = layout.nb_part, layout.chunks, layout.stages_per_device
-    return _moments(registered(layout.schedule), *shape, layout.recompute, layout.splits_backwards)
+    schedule = registered(layout.schedule).build(*shape)
+    whole = whole_stages(layout.recompute, layout.chunks)
+    moved = [0] * layout.nb_part
+    for copies in offload_copies(schedule, offloading_on(hardware.device)).values():
+        if copies.away is not None:
+            stage, microbatch = copies.away
+            sums, nbytes = stages[stage], 0
+            if microbatch not in whole:
+                every = layout.offload == "all"
+                nbytes = sums.activation_bytes if every else sums.restart_bytes
+            if layout.offload == "all" or microbatch in whole:
+                nbytes += sums.input_bytes
+            moved[layout.devices[stage]] += nbytes
+    return moved
+
+
+def _moments_of(
+    layout: ParallelLayout, copies: Offloading = "overlapped"
+) -> tuple[tuple[Moment, ...], ...]:
+    """Returns the moments at which each device may hold the most.
+
+    Args:
+        layout: the parallel layout.
+        copies: how long copies to the host take, if activations are offloaded.
+    """
+    return _moments(
+        registered(layout.schedule),
+        *(layout.nb_part, layout.chunks, layout.stages_per_device),
+        layout.recompute,
+        layout.splits_backwards,
+        None if layout.offload == "none" else copies,
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -180,6 +234,7 @@ def _moments(
     stages_per_device: int,
     recompute: str,
     splits_backward: bool,
+    copies: Offloading | None,
 ) -> tuple[tuple[Moment, ...], ...]:
     """Returns the moments of a schedule's table at which each device may hold the most.
 
@@ -190,7 +245,7 @@ def _moments(
 
     def count(chunks: int) -> tuple[tuple[Moment, ...], ...]:
         table = schedule.build(nb_part, chunks, stages_per_device)
-        return fullest_moments(table, whole_stages(recompute, chunks), splits_backward)
+        return fullest_moments(table, whole_stages(recompute, chunks), splits_backward, copies)
 
     # interleaved stages share the rest out over the groups, which then differ in size at first
     rest = chunks % nb_part

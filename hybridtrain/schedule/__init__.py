@@ -7,6 +7,7 @@
     controllable_memory  v-half and v-min, which use less memory than 1f1b
     files        tables in files: CSV as in torch.distributed.pipelining, and plans
     memory       the micro-batches that a device holds, and its peak moments
+    offload      when activations leave their device, and when they come back
     simulation   simulated spans of the actions, for given costs
     account      the time breakdown of a measured step
     waits        the waits of its devices with their causes, and its critical path
@@ -30,12 +31,18 @@ from hybridtrain.schedule.memory import (
     peak_in_flight,
 )
 from hybridtrain.schedule.named import (
-    backward_only,
     forward_only,
     gpipe,
     one_forward_one_backward,
     zero_bubble_h1,
     zero_bubble_v,
+)
+from hybridtrain.schedule.offload import (
+    Copies,
+    Offloading,
+    offload_copies,
+    offloading_on,
+    offloads_anything,
 )
 from hybridtrain.schedule.registry import (
     RegisteredSchedule,
@@ -65,6 +72,7 @@ from hybridtrain.schedule.table import (
     Schedule,
     Span,
     Spans,
+    backward_only,
     divided_backwards,
     place_of,
     receiver_of,
@@ -79,8 +87,10 @@ __all__ = [
     "Account",
     "Action",
     "ActionKind",
+    "Copies",
     "Durations",
     "Moment",
+    "Offloading",
     "Placement",
     "RegisteredSchedule",
     "Schedule",
@@ -104,6 +114,9 @@ __all__ = [
     "mean_backwards",
     "mean_costs",
     "mean_delays",
+    "offload_copies",
+    "offloading_on",
+    "offloads_anything",
     "one_forward_one_backward",
     "peak_in_flight",
     "place_of",

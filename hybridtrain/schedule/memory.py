@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
+from hybridtrain.schedule.offload import Held, Offloading, offload_copies
 from hybridtrain.schedule.table import Action, Schedule
 
 
@@ -26,16 +27,22 @@ class Moment(NamedTuple):
         activations: the number of those with stored activations; fewer with recomputation.
         waiting: the number of those between the two parts of their backward, counted from the start
             of the first part.
+        on_device: the number of micro-batches begun and not finished with activations on the
+            device; fewer than `inputs` if activations are offloaded.
     """
 
     stage: int
     inputs: tuple[int, ...]
     activations: tuple[int, ...]
     waiting: tuple[int, ...]
+    on_device: tuple[int, ...]
 
 
 def fullest_moments(
-    schedule: Schedule, recomputed: Set[int] = frozenset(), splits_backward: bool = True
+    schedule: Schedule,
+    recomputed: Set[int] = frozenset(),
+    splits_backward: bool = True,
+    offloading: Offloading | None = None,
 ) -> tuple[tuple[Moment, ...], ...]:
     """Returns, for each device, the moments of a step at which its memory may peak.
 
@@ -47,26 +54,46 @@ def fullest_moments(
         recomputed: the micro-batches with activations recomputed in their backward, which is then
             not split.
         splits_backward: False to run all backwards whole, at the position of their first part.
+        offloading: how activations leave the device, see `offload_copies`; None: they stay.
     """
-    return tuple(_fullest_moments_of(lane, recomputed, splits_backward) for lane in schedule.lanes)
+    return tuple(
+        _fullest_moments_of(schedule, lane, recomputed, splits_backward, offloading)
+        for lane in schedule.lanes
+    )
 
 
 def _fullest_moments_of(
-    lane: Sequence[Action], recomputed: Set[int], splits_backward: bool
+    schedule: Schedule,
+    lane: Sequence[Action],
+    recomputed: Set[int],
+    splits_backward: bool,
+    offloading: Offloading | None,
 ) -> tuple[Moment, ...]:
     place = {stage: i for i, stage in enumerate(sorted({action.stage for action in lane}))}
     inputs, activations, waiting = ([0] * len(place) for _ in range(3))
+    copies = offload_copies(schedule, offloading) if offloading is not None else {}
+    on_device: set[Held] = set()
+    finished: set[Held] = set()
+    leaving: set[Held] = set()  # until the present action has ended
     fullest: dict[int, list[tuple[int, ...]]] = {stage: [] for stage in place}
     seen: set[tuple[int, ...]] = set()
-    for kind, stage, microbatch in lane:
+    for action in lane:
+        kind, stage, microbatch = action
         i, is_recomputed = place[stage], microbatch in recomputed
         divided = kind in "IW" and splits_backward and not is_recomputed
+        if copies:
+            on_device.update(held for held in copies[action].back if held not in finished)
         if kind == "W" and not divided:
             continue  # the backward ran at the position of its first part
         inputs[i] += kind == "F"
         activations[i] += is_recomputed if kind in "BI" else kind == "F" and not is_recomputed
         waiting[i] += divided and kind == "I"
-        held = (stage, *inputs, *activations, *waiting)
+        if kind == "F":
+            on_device.add((stage, microbatch))
+        counts = [0] * len(place)
+        for other, _ in on_device:
+            counts[place[other]] += 1
+        held = (stage, *inputs, *activations, *waiting, *counts)
         if held not in seen:
             seen.add(held)
             _keep_if_fullest(fullest[stage], held)
@@ -74,9 +101,15 @@ def _fullest_moments_of(
             inputs[i] -= 1
             activations[i] -= 1
             waiting[i] -= divided
+            finished.add((stage, microbatch))
+        on_device -= leaving | finished
+        away = copies[action].away if copies else None
+        leaving = set() if away is None else {away}
+        if offloading == "instant":
+            on_device -= leaving
     n = len(place)
     return tuple(
-        Moment(held[0], held[1 : n + 1], held[n + 1 : 2 * n + 1], held[2 * n + 1 :])
+        Moment(held[0], *(held[k * n + 1 : (k + 1) * n + 1] for k in range(4)))
         for frontier in fullest.values()
         for held in sorted(frontier)
     )

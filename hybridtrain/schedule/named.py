@@ -182,22 +182,6 @@ def forward_only(
     return Schedule("forward_only", devices * stages_per_device, chunks, lanes)
 
 
-def backward_only(forwards: Schedule) -> Schedule:
-    """Returns the backwards of micro-batches whose forwards have run in `forwards`.
-
-    Each device takes them micro-batch by micro-batch, from its last stage to its first.
-    """
-    lanes = tuple(
-        tuple(
-            Action("B", stage, microbatch)
-            for microbatch in range(forwards.chunks)
-            for stage in sorted({action.stage for action in lane}, reverse=True)
-        )
-        for lane in forwards.lanes
-    )
-    return Schedule("backwards", forwards.stages, forwards.chunks, lanes)
-
-
 def _stages_of_devices(devices: int, stages_per_device: int) -> list[list[int]]:
     return [stages_at(device, devices, stages_per_device) for device in range(devices)]
 

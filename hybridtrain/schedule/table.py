@@ -243,6 +243,22 @@ def validate(schedule: Schedule) -> None:
     _ = schedule.in_one_order
 
 
+def backward_only(forwards: Schedule) -> Schedule:
+    """Returns the backwards of micro-batches whose forwards have run in `forwards`.
+
+    Each device takes them micro-batch by micro-batch, from its last stage to its first.
+    """
+    lanes = tuple(
+        tuple(
+            Action("B", stage, microbatch)
+            for microbatch in range(forwards.chunks)
+            for stage in sorted({action.stage for action in lane}, reverse=True)
+        )
+        for lane in forwards.lanes
+    )
+    return Schedule("backwards", forwards.stages, forwards.chunks, lanes)
+
+
 def divided_backwards(schedule: Schedule) -> tuple[int, ...]:
     """Returns the number of split backwards of each stage."""
     divided = [0] * schedule.stages

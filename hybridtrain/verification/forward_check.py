@@ -229,9 +229,10 @@ class _Run:
         self.not_compared: set[str] = set()
         self._tied: set[str] = set()  # parameters whose gradients are added up in another order
         self._device = model.world.devices[-1]
-        # without the options that concern only replicas or compiled code
+        # without the options that concern only replicas, memory or compiled code
         self._options = replace(
             model.options,
+            offload="none",
             compile=False,
             shard="none",
             sync_batch_norm=False,

@@ -283,6 +283,18 @@ class StandInGPUs:
         self.current_stream(tensor.device).queue(lambda: self._copied(host, read))
         return host
 
+    @property
+    def tensor_type(self) -> type[Tensor]:
+        return DeviceTensor
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_into(self, target: Tensor, source: Tensor) -> None:
+        device = (target if isinstance(target, DeviceTensor) else source).device
+        to, read = (real_memory(t) if isinstance(t, DeviceTensor) else t for t in (target, source))
+        self.current_stream(device).queue(lambda: self._copied(to, read))
+
     def set_device(self, device: torch.device) -> None:
         modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
         if not any(isinstance(mode, _Moves) for mode in modes):

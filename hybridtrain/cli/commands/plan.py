@@ -153,6 +153,8 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     )
     if (left_out := why_not_priced(options.pipeline)) is not None:
         _log.info("%s: the times and the memory are those of a run without it", left_out)
+    if best.layout.offload != "none":
+        _log.info("%s", plans.copies_in_words())
     batches = _batches_per_epoch(config, data, options)
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
     advice = "use FSDP2, or the first of these" if plans.advises_fsdp2 else "use the first"
@@ -273,7 +275,8 @@ def _fixed(settings: Settings) -> Choices:
             f"plan hardware=... does not support pipeline.recompute={values['recompute'][0]}: use "
             f"never, except_last or always, or remove it to search all three"
         )
-    return replace(Choices(), **values, arrange=partial(_arrange, settings.config))
+    offload = settings.config.pipeline.offload
+    return replace(Choices(), **values, offload=offload, arrange=partial(_arrange, settings.config))
 
 
 def _arrange(

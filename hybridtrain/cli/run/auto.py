@@ -373,5 +373,6 @@ def _choices(
         else [pipeline.stages_per_device],
         recompute=modes if "recompute" in keys else [given_mode],
         shard=[config.world.shard],
+        offload=pipeline.offload,
         options=options if cuts_by_rule else None,
     )

@@ -99,6 +99,7 @@ def predict_step_of_run(
         recompute=priced_mode(options.recompute),
         shard=options.shard if world.data_parallel_size > 1 else "none",
         arrangement=arrangement_of_run(hardware, world),
+        offload=options.offload,
     )
     names = [layer.name for layer in planned.layers]
     first = tuple(split_batch(tree, sizes)[0] for tree in example)

@@ -21,6 +21,7 @@ from hybridtrain.pipeline.forward.places import places_of
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.values import Model
 from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.offload import DeviceMemory, StageOffload
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.ties import Alias, TiedUse, place_with_aliases
 from hybridtrain.world import World
@@ -62,6 +63,7 @@ def build_forward_stages(
     in_place = policy.is_active and any(works_in_place(layer.module) for layer in layers)
     tied = frozenset(number for number in names if sum(number in of_stage for of_stage in uses) > 1)
     placed: dict[int, tuple[Tensor, Tensor] | None] = {}
+    memories: dict[torch.device, DeviceMemory] = {}
     stages: list[ForwardStage] = []
     firsts = [0, *accumulate(map(len, parts))]
     owners = world.stage_owners.placed(options.placement)
@@ -84,6 +86,10 @@ def build_forward_stages(
         )
         stage = ForwardStage(index, module, owned, device, runs, owner)
         stage.aliases = aliases
+        if options.offload != "none":
+            if device not in memories:
+                memories[device] = DeviceMemory(device)
+            stage.offload = StageOffload(memories[device])
         stages.append(stage)
     _place(net, world.devices[0], placed)  # what no layer has
     moves = len({stage.device for stage in stages}) > 1
@@ -184,9 +190,10 @@ def forward_engine(
         planned.recast,
     )
     hold = options.find_unused_parameters and world.data_parallel_size > 1
+    how = hold, options.compile, options.offload == "all"
     if world.processes_per_replica > 1:
-        return PartEngine(model, stages, rng, planned, world, hold, options.compile)
-    return ForwardEngine(model, stages, rng, world.devices, hold, options.compile)
+        return PartEngine(model, stages, rng, planned, world, *how)
+    return ForwardEngine(model, stages, rng, world.devices, *how)
 
 
 def owners_in(world: World, options: PipelineOptions) -> Sequence[int]:

@@ -32,6 +32,7 @@ from torch import Tensor
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.intra_op_threads import threads_per_lane
 from hybridtrain._base.skip import skip_scope
+from hybridtrain._base.tensors import storage_id
 from hybridtrain._base.torch_private import (
     CallerModes,
     compiled_call,
@@ -39,9 +40,10 @@ from hybridtrain._base.torch_private import (
     is_profiled,
     leave_draws,
     profiled,
+    saved_hooks,
     without_torch_function,
 )
-from hybridtrain.errors import ConfigError, UserError, argument
+from hybridtrain.errors import ConfigError, UserError, argument, setting
 from hybridtrain.graph import arguments_of
 from hybridtrain.launch import activity, ends_at_once
 from hybridtrain.pipeline import transfer
@@ -53,6 +55,7 @@ from hybridtrain.pipeline.forward.trip import Trip
 from hybridtrain.pipeline.forward.turns import Stopped, Turns
 from hybridtrain.pipeline.forward.values import Model
 from hybridtrain.pipeline.layer_rng import LayerRNG
+from hybridtrain.pipeline.offload import StepCopies, saving, stop_saving
 from hybridtrain.pipeline.recomputation_proof import is_compared
 from hybridtrain.pipeline.run_ahead import RunAhead
 from hybridtrain.pipeline.timeline import Mark, mark
@@ -76,6 +79,10 @@ class ForwardEngine:
         devices: the devices of the lanes.
         hold_roots: keep the tensors where backwards start; DDP looks for unused parameters there.
         compiles: whether layers are compiled.
+        moves_saved: whether what autograd saves may leave the devices.
+
+    Attributes:
+        moves_saved: the same.
     """
 
     run_type: type[StepRun]
@@ -88,8 +95,10 @@ class ForwardEngine:
         devices: Sequence[torch.device],
         hold_roots: bool,
         compiles: bool,
+        moves_saved: bool,
     ) -> None:
         watch_autograd()
+        self.moves_saved = moves_saved
         self._model = model
         self._stages = stages
         self._rng = rng
@@ -302,11 +311,38 @@ class StepRun:
         # where values are copied, an evaluation looks for them too
         self._learns = (step.makes_graphs or self._model.moves) and engine._is_observed(step)
         self._take = step.source
+        self._copies = self._new_copies()
+        if self._copies is not None:
+            self._take = self._own_source
         self._run_ahead: RunAhead | None = None
         accelerator = self._stages[self._first].accelerator
         if accelerator is not None:
-            self._take = Inputs(step.source, schedule.chunks, self._model.devices[0]).take
+            self._take = Inputs(self._take, schedule.chunks, self._model.devices[0]).take
             self._run_ahead = RunAhead(schedule, self._stages, accelerator)
+
+    def _new_copies(self) -> StepCopies | None:
+        """Returns the copies of activations to the host and back, if there are any.
+
+        Raises:
+            ConfigError: the caller's hooks decide where saved tensors are.
+        """
+        offloads = {k: stage.offload for k, stage in self._stages.items() if stage.offload}
+        if not offloads or not (self.step.makes_graphs or self.step.schedule.made_before):
+            return None
+        if self.step.makes_graphs and (self._modes.saved or saved_hooks() is not None):
+            raise ConfigError(
+                "hooks on saved tensors around the step (torch.autograd.graph.saved_tensors_hooks) "
+                f"decide where activations wait, so {argument('offload')} would move nothing: "
+                f"remove the hooks, or set {setting('offload', 'none')}"
+            )
+        net = self._model.net
+        stays = {storage_id(tensor) for tensor in (*net.parameters(), *net.buffers())}
+        return StepCopies(self.step.schedule, offloads, stays, is_compared(self.step.number))
+
+    def _own_source(self, microbatch: int) -> Any:
+        """Returns the inputs of a micro-batch, which stay on their device."""
+        assert self._copies is not None
+        return self._copies.stays(self.step.source(microbatch))
 
     # --- tasks
 
@@ -440,8 +476,9 @@ class StepRun:
             for stage, in_flight in zip(self._stages.values(), per_stage, strict=True):
                 stage.hold(microbatch, in_flight)
 
+        saves = self._copies is not None and self._engine.moves_saved
         try:
-            with skip_scope({}):
+            with skip_scope({}), saving() if saves else _NONE:
                 self.values[microbatch] = trip.run(
                     partial(self._arguments, microbatch),
                     head,
@@ -453,6 +490,8 @@ class StepRun:
             error.add_note(f"in the forward of micro-batch {microbatch} on {stage!r}")
             raise
         finally:
+            if self._copies is not None:
+                stop_saving()
             if span := self._spans.pop(microbatch, None):  # of a failed forward
                 span.__exit__(None, None, None)
         return self._following.pop(microbatch, None)
@@ -490,6 +529,8 @@ class StepRun:
         if part.accelerator is not None:
             part.accelerator.set_device(part.device)
         self._take_message(action)
+        if self._copies is not None:
+            self._copies.before(action)
         part.enter(microbatch)
         if is_profiled():
             self._spans[microbatch] = span = profiled(action)
@@ -504,6 +545,8 @@ class StepRun:
         if self.step.timeline:
             start, device = self._starts[microbatch], self._stages[stage].device
             self.step.timeline.record(lane, Action("F", stage, microbatch), start, mark(device))
+        if self._copies is not None:
+            self._copies.after(Action("F", stage, microbatch))
         if self._run_ahead is not None:
             self._run_ahead.after(Action("F", stage, microbatch))
         self._send_message(stage, microbatch)
@@ -542,6 +585,8 @@ class StepRun:
             self.activity[lane].wait(False)
         if stage.accelerator is not None:
             stage.accelerator.set_device(stage.device)
+        if self._copies is not None:
+            self._copies.before(action)
         if isinstance(gradients, transfer.Transfer):
             gradients = transfer.receive(gradients, stage.device)
         # the last micro-batch of a stage comes last, see `schedule.validate`
@@ -563,6 +608,8 @@ class StepRun:
         if step.timeline:
             end = mark(stage.device)
             step.timeline.record(lane, action, start, end, computed[-1] if computed else None)
+        if self._copies is not None:
+            self._copies.after(action)
         if self._run_ahead is not None:
             self._run_ahead.after(action)
         if kind != "W" and index:
@@ -581,6 +628,8 @@ class StepRun:
 
     def finish(self) -> None:
         """Ends a step in which nothing has failed."""
+        if self._copies is not None:
+            self._copies.finish()
 
     def join(self) -> None:
         """Waits until every task has ended; after a second signal it does not wait."""

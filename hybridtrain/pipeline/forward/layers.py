@@ -31,6 +31,7 @@ from hybridtrain._base.torch_private import (
 )
 from hybridtrain._base.values import structure_copy
 from hybridtrain.graph import Layer, works_in_place
+from hybridtrain.pipeline import offload
 from hybridtrain.pipeline.autograd_graph import refuse_overlaps
 from hybridtrain.pipeline.forward.glue import here
 from hybridtrain.pipeline.forward.places import LayerPlace
@@ -293,21 +294,21 @@ class LayersOfStage:
             if works_in_place(layer.module):
                 refuse_overlaps((args, kwargs), layer.name)
             args, kwargs = map_tensors(_copy_for_later, (args, kwargs))
-        objects = structure_copy((args, kwargs))
+        objects, popped = offload.kept((structure_copy((args, kwargs)), popped))
         assert trip.layer is not None
         device = trip.on_device_again(trip.layer)
 
-        def run(piece: Piece, args: Any, kwargs: Any) -> Any:
+        def run(piece: Piece) -> Any:
             nonlocal originals
             draws = scope = on_device = _NONE
             if originals is not None:
                 (args, kwargs), originals = originals, None
             else:  # in the backward, without a trip
                 on_device = device
-                draws, scope = self.rng.seeded_again(microbatch, drawn), skip_scope(popped)
-                args, kwargs = objects
+                (args, kwargs), skipped = offload.restored((objects, popped))
+                draws, scope = self.rng.seeded_again(microbatch, drawn), skip_scope(skipped)
                 if self._clone_inputs:  # no leaves, which a layer may not change in place
-                    args, kwargs = map_tensors(torch.clone, objects)
+                    args, kwargs = map_tensors(torch.clone, (args, kwargs))
             with (
                 self._in_state(piece, position),
                 draws,
@@ -322,7 +323,8 @@ class LayersOfStage:
                     piece.record.output(output)
                 return output
 
-        return run_to_recompute(run, False, args, kwargs)
+        inputs, args, kwargs = (args, kwargs), None, None
+        return run_to_recompute(run, inputs, trip._model.devices[trip.layer.stage])
 
     @contextmanager
     def _in_state(self, piece: Piece, position: int) -> Iterator[None]:

@@ -84,7 +84,7 @@ class PartEngine(ForwardEngine):
         rng: seeds random operations.
         planned: the layers of all stages.
         world: the processes of the pipeline.
-        hold_roots, compiles: as for a `ForwardEngine`.
+        hold_roots, compiles, moves_saved: as for a `ForwardEngine`.
 
     Attributes:
         known: the rehearsals so far, by the kind of micro-batch.
@@ -102,8 +102,9 @@ class PartEngine(ForwardEngine):
         world: World,
         hold_roots: bool,
         compiles: bool,
+        moves_saved: bool,
     ) -> None:
-        super().__init__(model, stages, rng, world.devices, hold_roots, compiles)
+        super().__init__(model, stages, rng, world.devices, hold_roots, compiles, moves_saved)
         self._planned = planned
         self.world = world
         self._lanes: dict[Schedule, Lane] = {}
@@ -327,6 +328,7 @@ class PartRun(StepRun):
 
     def finish(self) -> None:
         """Waits for what this process still sends and receives."""
+        super().finish()
         self._wire.begin_receives(self._receives)
         self._wire.finish()
 

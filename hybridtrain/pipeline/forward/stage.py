@@ -23,6 +23,7 @@ from hybridtrain.pipeline.batch_norm import BatchNormCollector
 from hybridtrain.pipeline.forward.layers import LayersOfStage
 from hybridtrain.pipeline.forward.trip import StageInFlight
 from hybridtrain.pipeline.layer_errors import changed_before_backward
+from hybridtrain.pipeline.offload import StageOffload
 from hybridtrain.pipeline.reducer import LocalReducer, StageReducer
 from hybridtrain.pipeline.replicas import ReplicaStates
 from hybridtrain.pipeline.stage_backward import StageBackward, Start
@@ -58,7 +59,9 @@ class ForwardStage:
         replica_states: gives each logical replica the state before the step; None if this process
             runs only one.
         parameter_count: the number of elements of the parameters that it owns.
-        saved_bytes: bytes that autograd saves for a micro-batch; None before the first.
+        saved_bytes: bytes that autograd saves for a micro-batch, but for those that can leave the
+            device; None before the first.
+        offload: what waits outside of the device; None: nothing does.
         cut_leaf: a leaf that makes autograd record the cuts before this stage.
         owner_of: the stage that owns each parameter of the model, by the parameter's `id`.
     """
@@ -85,6 +88,7 @@ class ForwardStage:
         self.replica_states: ReplicaStates | None = None
         self.parameter_count = sum(parameter.numel() for parameter in owned)
         self.saved_bytes: int | None = None
+        self.offload: StageOffload | None = None
         self.cut_leaf = torch.zeros((), requires_grad=True)
         self._backward = StageBackward()
         self._in_flight: dict[int, StageInFlight] = {}
@@ -135,11 +139,16 @@ class ForwardStage:
     def take_graphs(self) -> dict[int, StageInFlight]:
         """Returns what it holds after forwards, by micro-batch, and holds nothing."""
         in_flight, self._in_flight = self._in_flight, {}
+        if (away := self.offload) is not None:
+            return {k: held._replace(activations=away.take(k)) for k, held in in_flight.items()}
         return in_flight
 
     def put_back_graphs(self, in_flight: dict[int, StageInFlight]) -> None:
         """Holds again what `take_graphs` has returned, for the backwards."""
         self._in_flight = in_flight
+        if self.offload is not None:
+            for microbatch, held in in_flight.items():
+                self.offload.put_back(microbatch, held.activations)
 
     def gradients_of_loss(self, microbatch: int) -> list[Tensor | None]:
         """Returns the gradient of the loss of a micro-batch, in the last stage."""
@@ -217,4 +226,6 @@ class ForwardStage:
         """Drops all micro-batches after a failed step."""
         self._in_flight.clear()
         self._backward.clear()
+        if self.offload is not None:
+            self.offload.clear()
         self.end_replicas()

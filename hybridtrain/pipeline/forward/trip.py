@@ -39,6 +39,7 @@ from hybridtrain.pipeline.forward.values import Model, StageValues
 if TYPE_CHECKING:
     from hybridtrain.pipeline.autograd_graph import Root
     from hybridtrain.pipeline.forward.places import LayerPlace, Place
+    from hybridtrain.pipeline.offload import Activations
 
 
 class StageInFlight(NamedTuple):
@@ -49,12 +50,14 @@ class StageInFlight(NamedTuple):
         gradient: the gradient of the loss, in the last stage.
         aliases: the values of the stage before that it uses.
         whole: its backward cannot run in two parts, because activations are recomputed.
+        activations: what may wait outside of the device, between two steps.
     """
 
     roots: Sequence[Root]
     gradient: Tensor | None
     aliases: Sequence[CutValue]
     whole: bool
+    activations: Activations | None = None
 
     def gradients_before(self) -> list[Tensor | None]:
         """Returns the gradients that the backward has computed for the stage before."""

@@ -324,6 +324,23 @@ def _no_parameters(world):
     assert_equal_steps(ours, alone, classification, F.cross_entropy)
 
 
+@cells.add("activations wait outside of the devices of two processes")
+def _offload(world):
+    inputs, targets = floats(256, 64, seed=0), floats(256, 64, seed=1)
+    ours, alone = both(
+        lambda: nn.Sequential(*(TanhLinear(64) for _ in range(4))),
+        **{"chunks": 8, "schedule": "gpipe", "self_check": False, "offload": "all"},
+    )
+    for model in (ours, alone):
+        model.train_step(inputs, targets, F.mse_loss)
+    whole = dict(alone.named_parameters())
+    assert all(torch.equal(p.grad, whole[name].grad) for name, p in ours.named_parameters())
+    (stage,) = ours.stages
+    # of 8 micro-batches: two tensors of two layers, and in the second stage what it has received
+    assert stage.offload.most_on_device <= 3 * 3 * 32 * 64 * 4
+    assert stage.offload.memory.host.most_nbytes >= 6 * 2 * 32 * 64 * 4
+
+
 @cells.add("each process has the memory of its own stages only")
 def _memory(world):
     ours, _ = both(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]))
