@@ -364,4 +364,5 @@ def zero_of(output: Any) -> Tensor:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     # without the loss in an output, because its backward may divide by 0
     tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
-    return sum((t.reshape(-1)[:0].sum().float() for t in tensors), torch.zeros(()))
+    nothing = [t[:0] if t.dim() else t.reshape(-1)[:0] for t in tensors]
+    return sum((t.sum().float() for t in nothing), torch.zeros(()))

@@ -21,7 +21,7 @@ PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
 FLOORS = """
     errors
     _base
-    models schedule
+    models schedule head
     graph launch options
     partitioning
     price world
