@@ -96,6 +96,7 @@ def token_losses(terms: Sequence[Term], loss: Loss) -> Tensor:
     """
     fixed = [_without_gradient(term) for term in terms]
     with_grad = torch.is_grad_enabled()
+    losses: Tensor
     losses, log_sums = _InputPart.apply(fixed, loss, with_grad, *(term.hidden for term in terms))
     if with_grad and any(term.trains for term in terms):
         hidden = [term.hidden.detach() for term in terms]
@@ -207,7 +208,7 @@ class _InputPart(torch.autograd.Function):
     """Returns the losses, and the log-sum-exp of each token's logits."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any, terms: Sequence[Term], loss: Loss, with_grad: bool, *hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         tokens, classes = len(hidden[0]), len(terms[0].weight)
@@ -224,7 +225,7 @@ class _InputPart(torch.autograd.Function):
             logits, slope = _logits(terms, loss, tokens=chunk)
             log_sum = torch.logsumexp(logits, 1, keepdim=True)
             log_sums[chunk] = log_sum[:, 0]
-            at_all, share, at_target = (numbers[chunk] for numbers in rows)
+            _, share, at_target = (numbers[chunk] for numbers in rows)
             of_token = (log_sum - logits.gather(1, target[chunk])) * at_target
             if loss.smoothing:
                 ones = logits.new_ones(classes)
@@ -243,7 +244,7 @@ class _InputPart(torch.autograd.Function):
                     gradient[chunk] = product.float().mul_(term.factor / _SCALE_OF_FP16)
                 else:
                     product = of_logits.to(term.hidden.dtype) @ term.weight
-                    gradient[chunk] = product.mul_(term.factor) if term.factor != 1 else product
+                    gradient[chunk] = product if term.factor == 1 else product * term.factor
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [h.dtype for h in hidden]
         ctx.mark_non_differentiable(log_sums)
@@ -251,7 +252,7 @@ class _InputPart(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Any) -> Any:  # noqa: D102
+    def backward(ctx: Any, upstream: Tensor, _: Any) -> Any:
         gradients = [
             # in float32: 1 / count has an error of up to 0.4% in bf16, and the scale of a
             # GradScaler may be too large for fp16
@@ -265,7 +266,7 @@ class _WeightPart(torch.autograd.Function):
     """Returns zeros; its backward computes the gradients of the weights and biases."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any,
         factors: Sequence[float],
         loss: Loss,
@@ -279,7 +280,7 @@ class _WeightPart(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, upstream: Tensor) -> Any:
         log_sums, *saved = ctx.saved_tensors
         factors, loss, count = ctx.factors, ctx.loss, len(ctx.factors)
         hidden, weights, biases = saved[:count], saved[count::2], saved[count + 1 :: 2]
@@ -294,15 +295,13 @@ class _WeightPart(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):  # a backward may run under the caller's
             for chunk in _chunks(classes, len(log_sums)):
                 logits, slope = _logits(terms, loss, classes=chunk)
-                of_logits = _gradient_of_logits(
-                    logits, slope, log_sums, loss, rows, classes=chunk
-                )
+                of_logits = _gradient_of_logits(logits, slope, log_sums, loss, rows, classes=chunk)
                 for term, of_weight, of_bias in zip(
                     terms, gradients[::2], gradients[1::2], strict=True
                 ):
                     if of_weight is not None:
                         product = of_logits.to(term.hidden.dtype).t() @ term.hidden
-                        of_weight[chunk] = product.mul_(term.factor) if term.factor != 1 else product
+                        of_weight[chunk] = product if term.factor == 1 else product * term.factor
                     if of_bias is not None:
                         of_bias[chunk] = of_logits.sum(0).mul_(term.factor)
         return None, None, None, None, *gradients

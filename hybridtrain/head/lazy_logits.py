@@ -54,9 +54,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _OF_OBJECT = frozenset(
     (
         *("__setitem__", "__set__", "__delete__", "backward", "register_hook", "retain_grad"),
-        *("register_post_accumulate_grad_hook", "move_to_end"),
-        *(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor".split()),
-        *("__ilshift__", "__irshift__"),
+        "register_post_accumulate_grad_hook",
     )
 )
 
@@ -128,7 +126,7 @@ class _Origin:
 
     Attributes:
         value: the logits, once something has asked for them.
-        is_changed: whether they are no longer what the recipe says, such as after a change in place.
+        is_changed: whether they may no longer be what the recipe says, as after a change in place.
         families: all values that were derived from the same heads, by `id`.
     """
 
@@ -196,7 +194,7 @@ class LazyLogits(Tensor):
         requires_grad = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in tensors
         )
-        logits: LazyLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        logits: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits,
             recipe.shape,
             dtype=recipe.dtype,
@@ -224,7 +222,8 @@ class LazyLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _OF_OBJECT or "out" in kwargs or (name[-1:] == "_" and name[-2:] != "__"):
+        in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+        if in_place or name in _OF_OBJECT or "out" in kwargs:
             for leaf in leaves:
                 for family in leaf.origin.families:
                     for relative in list(family.values()):
@@ -238,14 +237,18 @@ class LazyLogits(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Gets the operations that `__torch_function__` does not see, too late for a gradient."""
-        if func is not torch.ops.aten.detach.default and torch.is_grad_enabled() and any(
-            leaf.requires_grad
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, LazyLogits)
+        if (
+            func is not torch.ops.aten.detach.default
+            and torch.is_grad_enabled()
+            and any(
+                leaf.requires_grad
+                for leaf in tree_leaves((args, kwargs))
+                if isinstance(leaf, LazyLogits)
+            )
         ):
             raise UserError(
                 f"{func} is called on the logits where PyTorch does not tell tensor subclasses, as "
@@ -285,7 +288,8 @@ def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """
     tensors = (hidden, weight) if bias is None else (hidden, weight, bias)
     if has_torch_function(tensors):
-        return handle_torch_function(lazy_linear, tensors, hidden, weight, bias)  # type: ignore[no-any-return]
+        logits: Tensor = handle_torch_function(lazy_linear, tensors, hidden, weight, bias)
+        return logits
     dtype = _dtype_of_product(hidden, weight, bias)
     if dtype is None:
         return F.linear(hidden, weight, bias)
@@ -308,7 +312,7 @@ def _dtype_of_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> to
         or hidden.shape[-1] != weight.shape[-1]
         or torch._C._functorch.maybe_current_level() is not None
         or torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # type: ignore[no-untyped-call]
+        or torch._C._is_tracing()
     ):
         return None
     kind = hidden.device.type

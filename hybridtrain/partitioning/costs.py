@@ -7,7 +7,7 @@ counters (`estimates`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -92,20 +92,14 @@ class CalledLayers(list[Layer]):
         net: the model.
         first_uses: for each parameter, by name, the index of the layer in which, or behind which,
             the forward first uses it.
-        head: the linear layers whose loss is computed without logits, by name.
     """
 
     def __init__(
-        self,
-        layers: Iterable[Layer],
-        net: nn.Module,
-        first_uses: Mapping[str, int],
-        head: Collection[str] = (),
+        self, layers: Iterable[Layer], net: nn.Module, first_uses: Mapping[str, int]
     ) -> None:
         super().__init__(layers)
         self.net = net
         self.first_uses = first_uses
-        self.head = head
 
     def outside(self) -> dict[int, list[Tensor]]:
         """Returns the parameters and buffers outside of all layers, by the layer that has them."""

@@ -149,13 +149,13 @@ class PlannedLayers:
     opened: Mapping[int, str] = field(default_factory=dict)
     look_inside: set[int] = field(default_factory=set)
     recast: set[str] = field(default_factory=set)
-    head: HeadChoice = HeadChoice()
+    head: HeadChoice = field(default_factory=HeadChoice)
 
     @property
     def layers(self) -> list[Layer]:
         """The layers of all stages; their work can be counted."""
         layers = [layer for stage in self.stages for layer in stage]
-        return CalledLayers(layers, self.net, self.first_uses, self.head.names)
+        return CalledLayers(layers, self.net, self.first_uses)
 
 
 class _Decision(NamedTuple):
