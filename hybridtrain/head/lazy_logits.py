@@ -264,8 +264,6 @@ def _copy(logits: LazyLogits) -> Tensor:
 
 def made(logits: LazyLogits) -> Tensor:
     """Returns the logits as a plain tensor."""
-    if logits.origin.value is None:
-        logits.recipe.check_unchanged()
     return logits.origin.make()
 
 
@@ -298,7 +296,12 @@ def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         term = Term(hidden.to(dtype), weight, bias)
     versions = tuple((t, t._version) for t in (*tensors, term.hidden) if not t.is_inference())
     recipe = _Recipe((term,), False, 1.0, hidden.dim() - 1, dtype, versions)
-    origin = _Origin(F.linear, (hidden, weight, bias), {}, [weakref.WeakValueDictionary()])
+
+    def product(*tensors: Tensor) -> Tensor:
+        recipe.check_unchanged()
+        return F.linear(*tensors)
+
+    origin = _Origin(product, (hidden, weight, bias), {}, [weakref.WeakValueDictionary()])
     return LazyLogits.of(recipe, origin)
 
 

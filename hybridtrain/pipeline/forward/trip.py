@@ -140,7 +140,7 @@ class Trip(StageValues):
                     pop_function_mode(self.glue)
                 result, value = self._head, None
                 if result is not None:
-                    value = result.value if self._cuts else without_lazy(result.value)
+                    value = without_lazy(result.value)  # weights may change before its use
                     if self._cuts and result.root is not None:
                         self._head = result._replace(root=self.cut(result.root))
                     del result
