@@ -13,6 +13,7 @@ from hybridtrain.head.lazy_logits import (
     hidden_states,
     lazy_linear,
     made,
+    made_from,
     without_lazy,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "lazily",
     "lazy_linear",
     "made",
+    "made_from",
     "without_lazy",
 ]

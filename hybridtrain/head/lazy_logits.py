@@ -267,6 +267,15 @@ def made(logits: LazyLogits) -> Tensor:
     return logits.origin.make()
 
 
+def made_from(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors with a gradient that lazy logits are made from; others as they are."""
+    if not isinstance(tensor, LazyLogits):
+        return [tensor]
+    terms = tensor.recipe.terms
+    sources = [t for term in terms for t in (term.hidden, term.weight, term.bias)]
+    return [source for source in sources if source is not None and source.requires_grad]
+
+
 def hidden_states(tree: Any) -> Any:
     """Returns a pytree with the hidden states in the place of lazy logits."""
     return tree_map_only(LazyLogits, lambda logits: [t.hidden for t in logits.recipe.terms], tree)
