@@ -1,4 +1,4 @@
-"""The loss of a language model without its logits: the same bits in every layout, close to plain."""
+"""The loss of a language model without its logits: the same bits in every layout."""
 
 import logging
 
@@ -137,9 +137,7 @@ def test_under_autocast_a_step_without_logits_is_the_same_in_every_layout():
     exact, _ = trained(MODELS["llama"], "plain", nb_part=1)
     plain, _ = trained(MODELS["llama"], "plain", nb_part=1, precision="bf16")
     assert difference(first, exact) < 1.5 * difference(plain, exact)
-    ours, outputs = trained(
-        MODELS["llama"], "fused", nb_part=2, precision="bf16", schedule="zb-h1"
-    )
+    ours, outputs = trained(MODELS["llama"], "fused", nb_part=2, precision="bf16", schedule="zb-h1")
     assert all(map(torch.equal, ours.values(), first.values()))
     assert all(output.origin.value is None for output in outputs)
 
@@ -203,6 +201,7 @@ def test_an_evaluation_without_logits_has_the_same_loss_outputs_and_metrics():
     def measured(output, targets):
         assert isinstance(output.logits, LazyLogits)
         metric.update(output, targets)
+        assert output.logits.origin.value is None
         return output.loss
 
     model.map_outputs(batch, batch["labels"], measured)
@@ -256,5 +255,5 @@ def test_a_head_that_is_a_layer_is_not_compiled_and_others_are():
 
 
 def test_an_unknown_head_is_refused():
-    with pytest.raises(ConfigError, match="head=chunked is unknown.*auto, fused, plain"):
+    with pytest.raises(ConfigError, match=r"head=chunked is unknown.*auto, fused, plain"):
         hybrid(sequential(), 2, head="chunked")
