@@ -64,7 +64,7 @@ class _Recipe:
     """The logits as a function of hidden states.
 
     Attributes:
-        terms: the linear layers; their hidden states have the shape of the logits, but for the
+        terms: the linear layers; their hidden states have the shape of the logits, except for the
             dimension of the classes.
         softcap: whether their sum passes through a tanh.
         factor: multiplies it after the tanh.
