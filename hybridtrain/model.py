@@ -479,6 +479,9 @@ class HybridModel:
         self.planned = planned
         self.stages = self.pipeline.stages
         self.is_split = True
+        if world.is_main and (planned.head.names or options.head == "fused"):
+            chosen = "fused" if planned.head.names else "plain"
+            log.info("%s: %s", setting("head", chosen), planned.head.reason)
 
     def _follow_changes(self, trains: bool) -> None:
         """Follows changes of `requires_grad` in `net`; refuses other changes."""

@@ -36,6 +36,7 @@ ENGINES = ("local", "distributed")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
+HEADS = ("auto", "fused", "plain")
 AUTO = "auto"
 OFFLOAD_MODES = ("none", "inputs", "all")
 RECOMPUTE_MODES = ("never", "except_last", "always")
@@ -113,6 +114,10 @@ class PipelineOptions:
     """Normalize over the micro-batches of all replicas (GPUs only, as in PyTorch)."""
     precision: str = "fp32"
     """`fp32`, or `bf16` or `fp16` for autocast. With fp16, pass `scale_loss` to `train_step`."""
+    head: str = "auto"
+    """The cross-entropy after a last `nn.Linear`: `fused` computes it in chunks, without the logits
+    and their gradient in memory, and differs from PyTorch by the rounding of float32; `plain` as
+    PyTorch does; `auto`: fused with 65,536 outputs or more."""
     compile: bool = False
     """Compile each layer with `torch.compile`; layers that draw random numbers, such as dropout,
     run uncompiled in training."""
@@ -161,6 +166,7 @@ class PipelineOptions:
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("shard", self.shard, SHARD_MODES)
         check_choice("offload", self.offload, OFFLOAD_MODES)
+        check_choice("head", self.head, HEADS)
         for name in ("chunks", "stages_per_device", "max_inflight"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

@@ -375,6 +375,14 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 number_of_node: Callable[[torch.autograd.graph.Node], int] = methodcaller("_sequence_nr")
 
 
+def in_backward() -> bool:
+    """Returns whether this thread runs a node of a backward.
+
+    Uses `torch._C._current_autograd_node`, as `adds_up_gradients` does.
+    """
+    return torch._C._current_autograd_node() is not None
+
+
 def backward_of_batch_norm() -> bool:
     """Returns whether the running backward is at the node of a batch norm.
 

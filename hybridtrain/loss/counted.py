@@ -22,6 +22,7 @@ from hybridtrain._base.microbatch import Unread, batch_size, split
 from hybridtrain._base.torch_private import without_torch_function
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, ConfigError, UserError, setting
+from hybridtrain.head import made_from
 from hybridtrain.loss.by_name import CountFn, LossFn, bce, cross_entropy, model_output, mse, nll
 from hybridtrain.loss.metrics import IGNORED
 from hybridtrain.loss.transformers_counts import count_of_output
@@ -364,4 +365,5 @@ def zero_of(output: Any) -> Tensor:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     # without the loss in an output, because its backward may divide by 0
     tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
+    tensors = [source for tensor in tensors for source in made_from(tensor)]
     return sum((t.reshape(-1)[:0].sum().float() for t in tensors), torch.zeros(()))

@@ -21,6 +21,7 @@ from hybridtrain._base.microbatch import split as split_batch
 from hybridtrain._base.precision import autocast
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Chain, Layer
+from hybridtrain.head import head_of
 from hybridtrain.partitioning.costs import LayerCost, LayerSize, layer_sizes, most_temporary
 from hybridtrain.partitioning.estimates import (
     CountedLayer,
@@ -28,6 +29,7 @@ from hybridtrain.partitioning.estimates import (
     count_work,
     model_flops,
 )
+from hybridtrain.partitioning.layer_watch import model_of
 from hybridtrain.partitioning.measurements import LayerProfiler
 from hybridtrain.partitioning.work_counter import Work
 
@@ -182,22 +184,27 @@ class LossOfStep:
     Attributes:
         function: `function(output, targets)` for one micro-batch.
         targets: the targets of the example inputs.
+        head: how the head and the loss are computed, as in `PipelineOptions`.
     """
 
     function: Callable[[Any, Any], torch.Tensor]
     targets: Any
+    head: str = "auto"
 
     def layer(self, samples: int) -> Layer:
         """Returns the loss of the first `samples` samples as a layer."""
         total = batch_size(self.targets)
         sizes = [samples, total - samples] if samples < total else [total]
-        return Layer("loss", _LossLayer(self.function, split_batch(self.targets, sizes)[0]))
+        part = split_batch(self.targets, sizes)[0]
+        return Layer("loss", _LossLayer(self.function, part, self.head))
 
 
 class _LossLayer(nn.Module):
-    def __init__(self, function: Callable[[Any, Any], torch.Tensor], targets: Any) -> None:
+    def __init__(
+        self, function: Callable[[Any, Any], torch.Tensor], targets: Any, head: str
+    ) -> None:
         super().__init__()
-        self._function, self._targets = function, targets
+        self._function, self._targets, self.head = function, targets, head
         self._arguments, self._settings = (), {}
         if isinstance(function, partial):  # its tensors, such as class weights, are copied as ours
             self._function, self._arguments = function.func, function.args
@@ -247,6 +254,10 @@ def counted_costs(
     rates = Rates.of(hardware, precision, tf32)
     sizes, batches = _two_sizes(example_inputs)
     small, large = (count_layers(chain.layers, batch, precision, loss) for batch in batches)
+    if loss is None or not head_of(model_of(chain.layers), loss.head).names:
+        flops = model_flops(large, chain.layers)
+    else:  # which computes some products twice
+        flops = model_flops(count_layers(chain.layers, batches[1], precision), chain.layers)
 
     @cache
     def costs_at(samples: int) -> Sequence[LayerCost]:
@@ -269,7 +280,7 @@ def counted_costs(
         host_ms=[rates.host_ms(layer) for layer in small],
         costs_from="estimated",
         no_cut_before=chain.no_cut_before,
-        flops_per_sample=model_flops(large, chain.layers) / sizes[1],
+        flops_per_sample=flops / sizes[1],
     )
 
 

@@ -26,6 +26,7 @@ from hybridtrain._base.torch_private import next_node_number, number_of_node
 from hybridtrain._base.values import structure_copy
 from hybridtrain.errors import ConfigError
 from hybridtrain.graph import Layer, arguments_of
+from hybridtrain.head import head_of, hidden_states, install, lazily
 from hybridtrain.partitioning.costs import CalledLayers, copy_of, tensors_of
 from hybridtrain.partitioning.piped_layers import PipedLayers
 
@@ -50,7 +51,8 @@ class LayerWatch:
         layers: the layers: calls of submodules in a model's forward, or a chain that runs them one
             after another.
         replacement: returns the copy's tensor for a tensor of the model or of the loss.
-        loss: a loss that follows as a further layer.
+        loss: a loss that follows as a further layer. Its module may have an attribute `head`: how
+            the head and the loss are computed.
 
     Attributes:
         parts: the copies of the model and of the loss.
@@ -68,12 +70,13 @@ class LayerWatch:
         replacement: Callable[[Tensor], Tensor],
         loss: Layer | None = None,
     ) -> None:
-        net = _model_of(layers)
+        net = model_of(layers)
         names = {id(module): name for name, module in net.named_modules()}
         copies = [_copy(net, layers, replacement)]
         self.modules = [copies[0].get_submodule(names[id(layer.module)]) for layer in layers]
         self.names = [layer.name for layer in layers]
         if loss is not None:
+            install(copies[0], head_of(net, getattr(loss.module, "head", "plain")).names)
             copies.append(copy_of(loss, replacement))
             self.names.append(loss.name)
         self.parts = nn.ModuleList(copies)
@@ -108,13 +111,13 @@ class LayerWatch:
             observer.forward_begins(layer)
 
         begin(0)
-        with precision(), skip_scope({}):
+        with precision(), skip_scope({}), lazily():
             with self._told(begin):
                 returned = output = _call(net, inputs)
             if loss:
                 begin(len(self.modules))
                 output = loss[0](returned)
-        observer.forward_ends(returned)
+        observer.forward_ends(hidden_states(returned))
         roots = [tensor for tensor in _outputs(output) if tensor.requires_grad]
         if not roots:
             return
@@ -206,13 +209,14 @@ class _Starts:
         return {layer: node for layer, (_, node) in first.items()}
 
 
-def _model_of(layers: Sequence[Layer]) -> nn.Module:
+def model_of(layers: Sequence[Layer]) -> nn.Module:
+    """Returns the model of these layers."""
     return layers.net if isinstance(layers, CalledLayers) else PipedLayers(layers)
 
 
 def weights_of(layers: Sequence[Layer]) -> list[Tensor]:
     """Returns the parameters and buffers of the model of these layers."""
-    net = _model_of(layers)
+    net = model_of(layers)
     return [*net.parameters(), *net.buffers()]
 
 

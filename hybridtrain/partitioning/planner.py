@@ -25,6 +25,7 @@ from hybridtrain.graph import (
     Layer,
     is_chain,
 )
+from hybridtrain.head import HeadChoice, head_of
 from hybridtrain.options import PipelineOptions, check_device_lists
 from hybridtrain.partitioning.costs import CalledLayers, LayerCost, count
 from hybridtrain.partitioning.cut_search import cut_by_costs
@@ -144,6 +145,7 @@ class PlannedLayers:
         recast: the parameters, by name, that several stages cast under an autocast of the forward;
             found by the same steps.
         net: the model.
+        head: how the head and its loss are computed.
 
     The other attributes come from the `Chain`.
     """
@@ -155,6 +157,7 @@ class PlannedLayers:
     opened: Mapping[int, str] = field(default_factory=dict)
     look_inside: set[int] = field(default_factory=set)
     recast: set[str] = field(default_factory=set)
+    head: HeadChoice = field(default_factory=HeadChoice)
 
     @property
     def layers(self) -> list[Layer]:
@@ -302,7 +305,19 @@ class Planner:
             self._net,
             chain.first_uses,
             chain.opened,
+            head=self._head_in(stages),
         )
+
+    def _head_in(self, stages: Sequence[Sequence[Layer]]) -> HeadChoice:
+        """Returns how the head is computed where it is; see `HeadChoice`."""
+        choice = head_of(self._net, self._options.head)
+        heads = {id(self._modules[name]) for name in choice.names}
+        layers = [layer for stage in stages for layer in stage]
+        if any(id(m) in heads for stage in stages[:-1] for k in stage for m in k.module.modules()):
+            return HeadChoice((), f"{choice.reason}, and a cut separates it from its loss")
+        if self._options.compile and not heads <= {id(layer.module) for layer in layers}:
+            return HeadChoice((), f"{choice.reason}, and is compiled with the layer around it")
+        return choice
 
     def _chain(self, expand: Collection[str] = ()) -> Chain:
         key = frozenset(expand)

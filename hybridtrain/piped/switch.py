@@ -12,7 +12,7 @@ from torch import nn
 from hybridtrain import integrations
 from hybridtrain._base.devices import DeviceSpec
 from hybridtrain._base.plain_numbers import plain_numbers
-from hybridtrain.errors import ConfigError, argument
+from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.launch import Launch, detect
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.piped.device_map import placement_of, refuse_to_move_quantized
@@ -78,7 +78,8 @@ def pipelined(
         nb_part = nb_part or len(placement.devices)
         if nb_part == len(placement.devices) and "split" not in settings:
             stays, settings["split"] = True, placement.first_modules
-    options = with_settings(PipelineOptions(), settings)
+    # its caller gets all outputs, among them the logits
+    options = with_settings(PipelineOptions(head="plain"), settings)
     count = _devices_of(launch, nb_part, devices)
     if count > 1 and not stays:
         refuse_to_move_quantized(model)
@@ -134,6 +135,11 @@ def _refuse_fixed_order(settings: Mapping[str, Any]) -> None:
                 "a trainer cuts its data by processes: use Session(world=World.from_env("
                 "replicas=...)), or leave it out"
             )
+    if settings.get("head", "plain") != "plain":
+        raise ConfigError(
+            f"{setting('head', settings['head'])}: a pipelined model returns its logits, so its "
+            "loss cannot be computed without them: leave head= out, or use HybridModel"
+        )
 
 
 def _devices_of(launch: Launch, nb_part: int | None, devices: DeviceSpec) -> int:

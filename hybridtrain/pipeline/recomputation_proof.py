@@ -30,6 +30,7 @@ from hybridtrain._base.tensors import storage_id
 from hybridtrain._base.torch_private import InterceptedDraws, is_traced, noting_saved, saved_hooks
 from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.graph import Layer
+from hybridtrain.head import hidden_states
 from hybridtrain.pipeline.layer_rng import is_off
 from hybridtrain.pipeline.tensor_digest import digest
 
@@ -93,7 +94,7 @@ class Record:
 
     def output(self, value: Any) -> None:
         """Notes the output of the layer."""
-        for leaf in tree_leaves(value):
+        for leaf in tree_leaves(hidden_states(value)):
             if isinstance(leaf, Tensor):
                 self._note("output", leaf)
 

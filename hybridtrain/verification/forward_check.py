@@ -39,6 +39,8 @@ from hybridtrain._base.tensors import bytes_of_module
 from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
 from hybridtrain.graph import Layer, arguments_of
+from hybridtrain.head import install as install_head
+from hybridtrain.head import lazily
 from hybridtrain.partitioning import PlannedLayers
 from hybridtrain.pipeline import HeadOutput, PartsHere, Pipeline, ReplayedDraws, StepKind
 from hybridtrain.schedule import Schedule, forward_only, make_schedule, registered
@@ -432,6 +434,7 @@ class _Run:
         self, batch: _Batch, seeds: Sequence[Sequence[int]], calls: Calls | None = None
     ) -> _Results:
         (net,) = self._copied((self._net,))
+        install_head(net, self._model.planned.head.names)
         parts = [self._placed(part, batch.trains) for part in batch.parts]
         outputs: list[Any] = []
         threads = threads_per_lane(self._model.world.nb_part)
@@ -439,7 +442,7 @@ class _Run:
             for part, seeds_of_part in zip(parts, seeds, strict=True):
                 args, kwargs = arguments_of(net, part)
                 draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
-                with torch.set_grad_enabled(batch.trains), self._autocast(), draws:
+                with torch.set_grad_enabled(batch.trains), self._autocast(), lazily(), draws:
                     value = net(*args, **kwargs)
                     outputs.append(_noted(value))
                     root = root_of(value) if batch.trains else None

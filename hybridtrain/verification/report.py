@@ -440,6 +440,8 @@ class _Comparison:
             reasons.append("a GPU sums in its own order")
         if model.options.compile:
             reasons.append("compiled layers sum in their own order")
+        if model.planned.head.names:
+            reasons.append(f"{setting('head', 'fused')} computes the loss in chunks")
         not_compared = set().union(*self._world.gather(self._not_compared))
         return Verification(
             kinds, self._tolerance, reasons, self._first, title, sorted(not_compared)

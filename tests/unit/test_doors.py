@@ -21,7 +21,7 @@ PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")}
 FLOORS = """
     errors
     _base
-    models schedule
+    models schedule head
     graph launch options
     partitioning
     price world
@@ -80,6 +80,8 @@ INSIDE = """
     data.fetch cli/test_keys.py unit/data/test_loader.py
     data.loader distributed/workers/gradients.py unit/data/test_loader.py
     data.same_data unit/data/test_stream.py
+    # head: the size of a chunk
+    head.chunked_loss unit/head/test_lazy_logits.py unit/pipeline/test_fused_head.py
     # launch: signals, beats and exit codes, with clocks and process ids that a test sets
     launch.activity unit/launch/test_watchdog.py unit/loop/test_evaluation.py
     launch.environment unit/launch/test_meeting.py unit/launch/test_world.py

@@ -154,7 +154,7 @@ def messages(
     largest = 0
     for size in sizes:
         inputs, targets = example_batch(data.train, size, data.collate)
-        loss = LossOfStep(function, targets)
+        loss = LossOfStep(function, targets, pipeline.head)
         try:
             largest = max([largest, *_message_bytes(cut.planned, inputs, loss, pipeline)])
         except NotOnFakesError as error:

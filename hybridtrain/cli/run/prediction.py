@@ -116,7 +116,7 @@ def predict_step_of_run(
         measured,
         precision=options.precision,
         tf32=config.trainer.tf32,
-        loss=LossOfStep(loss_fn, targets),
+        loss=LossOfStep(loss_fn, targets, "fused" if planned.head.names else "plain"),
         recomputed=recompute_policy(options.recompute, names).layers,
         gpus=_gpus_of(world),
     )

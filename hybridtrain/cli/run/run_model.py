@@ -65,5 +65,5 @@ def model_of_run(config: Config, data: DataSplits) -> RunModel:
     inputs, targets = largest_batch(data.train, count, data.collate, example)
 
     net = construct_on_meta(lambda: build_model(config, data))
-    loss = LossOfStep(resolve(build_loss(config), net).function, targets)
+    loss = LossOfStep(resolve(build_loss(config), net).function, targets, config.pipeline.head)
     return RunModel(net, inputs, load_ms, loss)

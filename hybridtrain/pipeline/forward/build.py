@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from hybridtrain._base.skip import popped_by
 from hybridtrain._base.torch_private import prepare_compiler
 from hybridtrain.graph import works_in_place
+from hybridtrain.head import install as install_head
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import PlannedLayers, RecomputePolicy
 from hybridtrain.pipeline.forward.engine import ForwardEngine
@@ -48,6 +49,7 @@ def build_forward_stages(
     static = policy.is_active or world.fixed_replicas is not None
     if options.compile:
         prepare_compiler(len(layers), static)
+    install_head(net, planned.head.names)
     owner = owners_of(planned, net, world.processes_per_replica > 1)
     owned_stages = owners_in(world, options)
     # within a process, a shared parameter crosses like any other value

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.torch_private import replace_backward_entry
 from hybridtrain.errors import SplitError
+from hybridtrain.head import without_lazy
 from hybridtrain.pipeline import transfer
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def watch_autograd() -> None:
     """Wraps `Function.apply` and the entry of all backwards, once per process.
 
     Custom functions are not torch functions, so without this one between layers would keep the
-    graph of an earlier stage. Outside of a trip both behave as before.
+    graph of an earlier stage, or get lazy logits as a leaf. Otherwise both behave as before.
     """
     function: Any = torch.autograd.Function
     apply = function.__dict__.get("apply") or function.apply
@@ -252,6 +253,7 @@ def watch_autograd() -> None:
     @classmethod  # type: ignore[misc]
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
         trip = here.trip
+        args, kwargs = without_lazy(args), without_lazy(kwargs) if kwargs else kwargs
         if trip is not None and trip.looks_in_functions and cls is not Cut:
             with trip.glue.off():  # or the mode would see how this looks at the tensors
                 args, kwargs = trip.cut_all(args), trip.cut_all(kwargs) if kwargs else kwargs

@@ -31,6 +31,7 @@ from hybridtrain._base.torch_private import (
 )
 from hybridtrain._base.values import structure_copy
 from hybridtrain.graph import Layer, works_in_place
+from hybridtrain.head import HeadCall
 from hybridtrain.pipeline import offload
 from hybridtrain.pipeline.autograd_graph import refuse_overlaps
 from hybridtrain.pipeline.forward.glue import here
@@ -156,11 +157,15 @@ class LayersOfStage:
         self._records: list[Record] = []
         self._compiled = compiled
         self._is_plain = not (recomputed or compiled)
+        self._is_head: list[bool] = []
         self._plain: list[Callable[..., Any]] = []
         self._calls: list[Callable[..., Any]] = []
         for layer in layers:
-            self._plain.append(layer.module._call_impl)
-            if compiled:
+            call = own_call(layer.module)
+            is_head = isinstance(call, HeadCall)
+            self._is_head.append(is_head)
+            self._plain.append(call if is_head else layer.module._call_impl)
+            if compiled and not is_head:
                 compile_module(layer.module, dynamic=False if static else None)
             self._calls.append(own_call(layer.module))
 
@@ -230,6 +235,7 @@ class LayersOfStage:
         index, layer, rng = self.first + position, self.layers[position], self.rng
         with_grad = torch.is_grad_enabled()
         recomputes = with_grad and (index in self._recomputed or trip.microbatch in self.whole)
+        recomputes = recomputes and not self._is_head[position]  # which saves nothing
         watches = self._compares and with_grad and not is_recomputing()
         guards = watches and not recomputes and self.state.uncounted
         probes = rng.probes_compiled and rng.active

@@ -25,6 +25,7 @@ from hybridtrain._base.torch_private import (
     push_function_mode,
 )
 from hybridtrain.errors import SplitError
+from hybridtrain.head import lazily, without_lazy
 from hybridtrain.pipeline.autograd_graph import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import (
@@ -130,7 +131,7 @@ class Trip(StageValues):
             self.note_own(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
             self._starts.append(next_node_number())
             self.is_in_forward = True
-            with context:
+            with context, lazily():
                 if self._last:
                     # Before the model's code, also in the first stage, which does not need it: a
                     # mode that the code enters before a cut and leaves after it must stay on top.
@@ -142,7 +143,7 @@ class Trip(StageValues):
                     pop_function_mode(self.glue)
                 result, value = self._head, None
                 if result is not None:
-                    value = result.value
+                    value = without_lazy(result.value)  # weights may change before its use
                     if self._cuts and result.root is not None:
                         self._head = result._replace(root=self.cut(result.root))
                     del result

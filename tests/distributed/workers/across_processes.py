@@ -220,6 +220,17 @@ add_equal(
     token_loss,
     close={"rtol": 1e-5, "atol": 1e-6},
 )
+for _tied in (False, True):
+    add_equal(
+        f"a loss without logits, with a {'tied' if _tied else 'separate'} weight",
+        lambda tied=_tied: tied_gpt(tied=tied),
+        tokens,
+        token_loss,
+        close={"rtol": 1e-5, "atol": 1e-6} if _tied else None,
+        thorough=not _tied,
+        head="fused",
+        schedule="zb-h1",
+    )
 add_equal("a frozen tied weight", lambda: tied_gpt(frozen=True), tokens, token_loss, thorough=True)
 
 

@@ -1,0 +1,93 @@
+"""The calls of a model's head, which return `LazyLogits` where a loss may follow.
+
+`install` makes `module(...)` of a linear layer a `HeadCall`: its hooks and forward run as always,
+but inside of `lazily()` its product is lazy. Everywhere else the call is the module's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hybridtrain._base.torch_private import compiled_call, in_backward, replace_call
+from hybridtrain.head.lazy_logits import lazy_linear
+
+
+class _State(threading.local):
+    is_lazy = False
+
+
+_state = _State()
+
+
+@contextmanager
+def lazily() -> Iterator[None]:
+    """Makes the products of heads lazy in the block, in this thread."""
+    before, _state.is_lazy = _state.is_lazy, True
+    try:
+        yield
+    finally:
+        _state.is_lazy = before
+
+
+class _LazyProducts(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (lazy_linear if func is F.linear else func)(*args, **kwargs or {})
+
+
+class HeadCall:
+    """What calling a linear layer of the head does; see the module.
+
+    Does not hold the module, which holds this: a deleted model is freed at once.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        module = self._module()
+        assert module is not None
+        # in a backward it runs again, because it is recomputed, and must save the same tensors
+        if not (_state.is_lazy or in_backward()):
+            return module._call_impl(*args, **kwargs)
+        with _LazyProducts():
+            return module._call_impl(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Leaves a copy of the module without this; parametrized modules copy all they hold."""
+
+    def __reduce__(self) -> Any:
+        """Leaves a pickle of the module without this, for the same reason."""
+        return type(None), ()
+
+
+def install(net: nn.Module, names: Collection[str]) -> None:
+    """Makes the calls of these modules of a model, and of no others, those of the head.
+
+    A module that the caller has compiled stays as it is. What else replaces the call of a module
+    has an attribute `compiled`, which is the call inside of it.
+    """
+    for name, module in net.named_modules():
+        outer: Any = compiled_call(module)
+        has_inner = hasattr(outer, "compiled") and not isinstance(outer, HeadCall)
+        inner: Callable[..., Any] | None = outer.compiled if has_inner else outer
+        if name in names and inner is None:
+            inner = HeadCall(module)
+        elif name not in names and isinstance(inner, HeadCall):
+            inner = None
+        else:
+            continue
+        if has_inner:
+            outer.compiled = inner
+        else:
+            replace_call(module, inner)
