@@ -323,6 +323,9 @@ def build_model_optimizer(
     rules, decay = config.get("groups") or [], config.get("layer_decay")
     if isinstance(rules, Mapping):
         rules = list(rules.values())
+    # `nn.Embedding(sparse=True)`: no fused kernel takes sparse gradients
+    if any(getattr(module, "sparse", False) is True for module in model.net.modules()):
+        plain, rules = _not_fused(plain), [_not_fused(rule) for rule in rules]
     sharded = model.options.shard == "optimizer"
 
     def make(parameters: Iterable[Any]) -> Optimizer:
@@ -355,6 +358,7 @@ def build_model_optimizer(
     made = [make(rest)] if rest else []
     for number in apart:
         settings = {key: v for key, v in rules[number].items() if key != "match"}
+        settings.setdefault("fused", plain.get("fused"))
         made.append(build_optimizer(settings, alone[number], allow, key=f"optim.groups.{number}"))
     return made[0] if len(made) == 1 else CombinedOptimizer(made)
 
@@ -404,11 +408,67 @@ def build_optimizer(
     trained = [each for each in parameters if isinstance(each, dict) or each.requires_grad]
     # a pipeline process may have only frozen parameters, but an optimizer needs at least one
     trained = trained or [Parameter(torch.empty(0))]
+    config = _with_fused_decided(config, trained, allow, key)
     optimizer = instantiate.build(
         key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
     )
     check_steps_alone(optimizer, f"{key}._target_={config['_target_']}")
     return optimizer
+
+
+def _with_fused_decided(
+    config: Mapping[str, Any], trained: Sequence[Any], allow: Sequence[str], key: str
+) -> Mapping[str, Any]:
+    """Returns `config` with PyTorch's value of `fused`, for the key's `auto`, true or false.
+
+    A config without the key, such as an older run's, keeps PyTorch's default.
+
+    Raises:
+        ConfigError: the value is none of these.
+    """
+    chosen = config.get("fused")
+    if chosen is not None and chosen != AUTO and not isinstance(chosen, bool):
+        raise ConfigError(f"{key}.fused={chosen} must be auto, true or false")
+    if chosen is True:
+        return config  # an optimizer or device without it is an error
+    # PyTorch takes False for "one tensor after the other", which is slower than its default on GPUs
+    plain = _not_fused(config)
+    if chosen != AUTO or instantiate.not_taken(key, plain, ["fused"], allow):
+        return plain
+    groups = [group for group in trained if isinstance(group, dict)]
+    settings = [plain, *groups]
+    if any(each.get("foreach") is not None or each.get("differentiable") for each in settings):
+        return plain  # the user's choice of another implementation
+    parameters = [p for group in groups for p in group["params"]] or trained
+    fused = {**plain, "fused": True}
+    kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
+    return fused if all(_takes_step(fused, *kind, allow, key) for kind in kinds) else plain
+
+
+def _takes_step(
+    config: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    allow: Sequence[str],
+    key: str,
+) -> bool:
+    """Returns whether the optimizer of `config` steps parameters of this device and dtype.
+
+    The optimizer itself is asked: PyTorch 2.11's Adagrad is fused on CPUs only, for example.
+    """
+    probe = Parameter(torch.zeros(1, device=device, dtype=dtype))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        instantiate.build(
+            key, config, Optimizer, allow, positional=[[probe]], ignore=GROUP_KEYS
+        ).step()
+    except Exception:
+        return False
+    return True
+
+
+def _not_fused(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "fused"}
 
 
 def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
