@@ -40,9 +40,11 @@ from hybridtrain.models import WRAPPERS, loss_of_model
 from hybridtrain.observe import TRACKERS
 from hybridtrain.step import (
     CombinedOptimizer,
+    MuonAdamW,
     ShardedOptimizer,
     check_lr_schedule,
-    check_steps_alone,
+    check_optimizer,
+    muon_groups,
     parameter_groups,
     show_weights,
     take_step,
@@ -331,36 +333,41 @@ def build_model_optimizer(
     def make(parameters: Iterable[Any]) -> Optimizer:
         return build_optimizer(plain, parameters, allow)
 
-    if not rules and decay is None:
+    by_matrix = instantiate.resolve("optim", plain.get("_target_"), allow) is MuonAdamW
+    if not rules and decay is None and not by_matrix:
         return ShardedOptimizer(model, make) if sharded else make(model.parameters())
     _check_rules(plain, rules, allow)
     passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
     apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
-    places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
+    places = [
+        {"match": rule["match"], "rule": number}
+        | ({"use_muon": rule["use_muon"]} if "use_muon" in rule else {})
+        for number, rule in enumerate(rules)
+    ]
+    make_groups = muon_groups if by_matrix else parameter_groups
     with naming({"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}):
-        split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
+        split = make_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
     rest: list[dict[str, Any]] = []
     alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
     for group in split:
         number = group.pop("rule", None)
         settings = {} if number is None else dict(passed[number])
-        settings.pop("match", None)
+        for name in ("match", "use_muon"):
+            settings.pop(name, None)
         if "lr" in group and "lr" in settings:  # layer_decay scales the group's rate too
             settings["lr"] *= group["lr"] / plain["lr"]
         alone.get(number, rest).append({**group, **settings})
-    if sharded and apart:
-        raise ConfigError(
-            "optim.groups with a _target_ makes several optimizers, but world.shard=optimizer "
-            "supports only one: remove the _target_, or set world.shard=none"
-        )
-    if sharded:
-        return ShardedOptimizer(model, make, rest)
-    made = [make(rest)] if rest else []
-    for number in apart:
-        settings = {key: v for key, v in rules[number].items() if key != "match"}
-        settings.setdefault("fused", plain.get("fused"))
-        made.append(build_optimizer(settings, alone[number], allow, key=f"optim.groups.{number}"))
-    return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+    def make_all(_: Any) -> Optimizer:
+        made = [make(rest)] if rest else []
+        for number in apart:
+            settings = {key: v for key, v in rules[number].items() if key != "match"}
+            settings.setdefault("fused", plain.get("fused"))
+            key = f"optim.groups.{number}"
+            made.append(build_optimizer(settings, alone[number], allow, key=key))
+        return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+    return ShardedOptimizer(model, make_all) if sharded else make_all(rest)
 
 
 def _check_rules(
@@ -371,7 +378,9 @@ def _check_rules(
     Raises:
         ConfigError: the optimizer does not support a setting for a group.
     """
-    settings = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
+    probes = [Parameter(torch.zeros(1)), Parameter(torch.zeros(1, 1))]
+    groups = build_optimizer(config, probes, allow).param_groups
+    settings = dict.fromkeys(name for group in groups for name in group if name != "params")
     for number, rule in enumerate(rules):
         if not isinstance(rule, Mapping) or "match" not in rule:
             raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
@@ -412,7 +421,7 @@ def build_optimizer(
     optimizer = instantiate.build(
         key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
     )
-    check_steps_alone(optimizer, f"{key}._target_={config['_target_']}")
+    check_optimizer(optimizer, f"{key}._target_={config['_target_']}")
     return optimizer
 
 
