@@ -8,6 +8,7 @@ loss_mean          the mean loss over steps and replicas
 lr_schedules       learning-rate schedules that PyTorch lacks, for the command line
 param_groups       groups of parameters, and several optimizers combined into one
 muon               Muon for matrices, and AdamW for the rest
+state_bytes        the bytes of optimizer state of each parameter
 sharded_optimizer  optimizer state sharded over the replicas
 """
 
@@ -29,6 +30,7 @@ from hybridtrain.step.param_groups import (
     take_step,
 )
 from hybridtrain.step.sharded_optimizer import ReplicaShares, ShardedOptimizer, check_sharded
+from hybridtrain.step.state_bytes import state_bytes
 
 __all__ = [
     "UNSUPPORTED_OPTIMIZERS",
@@ -41,8 +43,8 @@ __all__ = [
     "StepInProgress",
     "StepResult",
     "check_lr_schedule",
-    "check_sharded",
     "check_optimizer",
+    "check_sharded",
     "fits",
     "inner_optimizers",
     "keys_of_state",
@@ -51,5 +53,6 @@ __all__ = [
     "muon_groups",
     "parameter_groups",
     "show_weights",
+    "state_bytes",
     "take_step",
 ]

@@ -159,7 +159,7 @@ def matrices_of(net: nn.Module) -> list[str]:
     in their names, and of the head: the model's `get_output_embeddings()`, or its last `nn.Linear`.
     """
     modules = list(net.modules())
-    apart = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    apart: list[nn.Module] = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     find_head = getattr(net, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
     if head is None:

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from hybridtrain.loss import (
 from hybridtrain.model import HybridModel
 from hybridtrain.models import WRAPPERS, loss_of_model
 from hybridtrain.observe import TRACKERS
+from hybridtrain.options import PipelineOptions
 from hybridtrain.step import (
     CombinedOptimizer,
     MuonAdamW,
@@ -46,8 +48,7 @@ from hybridtrain.step import (
     check_optimizer,
     muon_groups,
     parameter_groups,
-    show_weights,
-    take_step,
+    state_bytes,
 )
 
 # Arguments of PyTorch's losses that are tensors with one number per class.
@@ -480,23 +481,50 @@ def _not_fused(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "fused"}
 
 
-def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
-    """Returns the number of parameter-sized tensors that the optimizer keeps per parameter."""
-    parameter = Parameter(torch.zeros(2, 3))
-    optimizer = build_optimizer(config, [parameter], allow)
-    optimizer.param_groups[0]["capturable"] = False  # valid only for parameters on a GPU
-    parameter.grad = torch.zeros_like(parameter)
-    try:
-        show_weights(optimizer, training=True)
-        take_step(optimizer, optimizer.step, f"optim._target_={config['_target_']}")
-    except ConfigError:
-        raise
-    except Exception as error:  # for sparse gradients only, say
-        raise ConfigError(
-            f"optim._target_={config['_target_']} failed in an optimizer step: {error}"
-        ) from error
-    tensors = optimizer.state[parameter].values()
-    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in tensors)
+Sizes = dict[str, int]
+"""The bytes of optimizer state of each parameter."""
+
+
+def optimizer_state(
+    config: Mapping[str, Any], allow: Sequence[str] = ()
+) -> Callable[[nn.Module], Sizes]:
+    """Returns a function that returns the bytes of optimizer state by parameter, for a model.
+
+    See `state_bytes`. The optimizer also steps here, so that one that cannot is an error at once.
+
+    Raises:
+        ConfigError: the optimizer fails in a step.
+    """
+    key = f"optim._target_={config['_target_']}"
+
+    def sizes(net: nn.Module, make: Callable[[Mapping[str, Parameter]], Optimizer]) -> Sizes:
+        try:
+            return state_bytes(net, make, key)
+        except ConfigError:
+            raise
+        except Exception as error:  # for sparse gradients only, say
+            raise ConfigError(f"{key} failed in an optimizer step: {error}") from error
+
+    def of_model(net: nn.Module) -> Sizes:
+        def make(parameters: Mapping[str, Parameter]) -> Optimizer:
+            outline = cast(HybridModel, _Outline(net, parameters))
+            return build_model_optimizer(config, outline, allow)
+
+        return sizes(net, make)
+
+    sizes(nn.Linear(3, 2), lambda parameters: build_optimizer(config, parameters.values(), allow))
+    return of_model
+
+
+class _Outline:
+    """A model with small parameters, for `build_model_optimizer`."""
+
+    def __init__(self, net: nn.Module, parameters: Mapping[str, Parameter]) -> None:
+        self.options = PipelineOptions()
+        self.world = SimpleNamespace(is_main=False)  # logs nothing
+        self.net = net
+        self.named_parameters = parameters.items
+        self.parameters = parameters.values
 
 
 def build_lr_schedule(
