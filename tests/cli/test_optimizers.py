@@ -16,7 +16,9 @@ from support.launch import SMALL
 from torch import nn
 
 from hybridtrain import HybridModel, World
-from hybridtrain.cli.run.components import build_model_optimizer
+from hybridtrain.cli.run.components import build_model_optimizer, optimizer_state
+from hybridtrain.errors import ConfigError
+from hybridtrain.models import gpt
 
 QUIET = ("monitor.report=false", "monitor.tensorboard=false")
 
@@ -94,6 +96,57 @@ def test_a_run_with_muon_or_state_in_8_bits_resumes_bitwise_on_other_stages(
                 assert torch.equal(ours[name], whole[name]), name
     bytes_of_state = (runs[0] / "optimizer.safetensors").stat().st_size
     assert (bytes_of_state < 2 * 53_002 * 2) == (optim == "adamw8bit")
+
+
+def test_a_rule_with_use_muon_decides_for_its_parameters() -> None:
+    net = nn.Sequential()
+    for name in ("first", "second", "head"):
+        net.add_module(name, nn.Linear(4, 4))
+    ours = HybridModel(net, World.from_env(devices="cpu"))
+    rules = [{"match": "first.*", "lr": 0.1, "use_muon": False}, {"match": "*.bias", "lr": 0.2}]
+    config = {"_target_": "hybridtrain.step.muon.MuonAdamW", "lr": 0.02, "adamw_lr": 0.01}
+    optimizer = build_model_optimizer({**config, "groups": rules}, ours)
+    groups = [(g["use_muon"], g["lr"], len(g["params"])) for g in optimizer.param_groups]
+    assert groups == [(True, 0.02, 1), (False, 0.05, 2), (False, 0.1, 2), (False, 0.01, 1)]
+    with pytest.raises(ConfigError, match=r"did you mean optim\.groups\.0\.weight_decay"):
+        build_model_optimizer({**config, "groups": [{"match": "*", "weight_decy": 0}]}, ours)
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"_target_": "torch.optim.AdamW", "fused": "auto"},
+    "sgd": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
+    "adafactor": {"_target_": "torch.optim.Adafactor"},
+    "muon": {"_target_": "hybridtrain.step.muon.MuonAdamW"},
+    "two": {
+        "_target_": "torch.optim.AdamW",
+        "groups": [{"match": "h.0.*", "_target_": "torch.optim.SGD", "lr": 0.1}],
+    },
+    "adamw8bit": {"_target_": "bitsandbytes.optim.AdamW8bit"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bytes_of_state_are_known_for_each_parameter_before_the_first_step(
+    name: str,
+) -> None:
+    if name == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    net = gpt(500, 32, n_layer=2)
+    if name == "two":
+        OPTIMIZERS["two"]["groups"][0]["match"] = next(iter(dict(net.named_parameters())))
+    predicted = optimizer_state(OPTIMIZERS[name])(net)
+    model = HybridModel(net, World.from_env(devices="cpu"))
+    optimizer = build_model_optimizer(OPTIMIZERS[name], model)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for key, parameter in net.named_parameters():
+        state = optimizer.state[parameter].values()
+        held = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
+        assert predicted[key] == pytest.approx(held, rel=1e-3), key
+    if name == "adamw8bit":
+        weights = sum(p.nbytes for p in net.parameters())
+        assert sum(predicted.values()) < 0.6 * weights  # AdamW: 2
 
 
 def test_a_plan_counts_the_bytes_of_state(capfd: pytest.CaptureFixture[str]) -> None:

@@ -434,7 +434,7 @@ def _with_fused_decided(
     A config without the key, such as an older run's, keeps PyTorch's default.
 
     Raises:
-        ConfigError: the value is none of these.
+        ConfigError: it has another value.
     """
     chosen = config.get("fused")
     if chosen is not None and chosen != AUTO and not isinstance(chosen, bool):

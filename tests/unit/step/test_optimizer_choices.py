@@ -12,10 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from hybridtrain import HybridModel, OptimizerStep, Session, ShardedOptimizer, Trainer, World
 from hybridtrain.checkpoint import CheckpointStore
-from hybridtrain.cli.run.components import build_model_optimizer, optimizer_state
 from hybridtrain.data import TrainLoader
 from hybridtrain.errors import ConfigError
-from hybridtrain.models import gpt
 from hybridtrain.step import MuonAdamW, muon_groups, parameter_groups, state_bytes
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -120,17 +118,6 @@ def test_muon_takes_the_matrices_between_embeddings_and_head_and_says_how_many(c
         assert torch.equal(ours.state_dict()[name], value), name
 
 
-def test_a_rule_with_use_muon_decides_for_its_parameters():
-    ours = HybridModel(TextNet(), World.from_env(devices="cpu"))
-    rules = [{"match": "first.*", "lr": 0.1, "use_muon": False}, {"match": "*.bias", "lr": 0.2}]
-    config = {"_target_": "hybridtrain.step.muon.MuonAdamW", "lr": 0.02, "adamw_lr": 0.01}
-    optimizer = build_model_optimizer({**config, "groups": rules}, ours)
-    groups = [(g["use_muon"], g["lr"], len(g["params"])) for g in optimizer.param_groups]
-    assert groups == [(True, 0.02, 1), (False, 0.05, 2), (False, 0.1, 3), (False, 0.01, 4)]
-    with pytest.raises(ConfigError, match=r"did you mean optim\.groups\.0\.weight_decay"):
-        build_model_optimizer({**config, "groups": [{"match": "*", "weight_decy": 0}]}, ours)
-
-
 def test_a_model_without_matrices_for_muon_is_refused():
     ours = HybridModel(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), World.from_env(devices="cpu"))
     with pytest.raises(ConfigError, match=r"Sequential trains none: use AdamW \(optim=adamw\)"):
@@ -162,41 +149,6 @@ def test_optimizers_of_torchao_are_refused_with_the_reason_and_another_one():
     for attempt in tries:
         with pytest.raises(ConfigError, match="cannot store, and round with draws from the glob"):
             attempt()
-
-
-OPTIMIZERS = {
-    "adamw": {"_target_": "torch.optim.AdamW", "fused": "auto"},
-    "sgd": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
-    "adafactor": {"_target_": "torch.optim.Adafactor"},
-    "muon": {"_target_": "hybridtrain.step.muon.MuonAdamW"},
-    "two": {
-        "_target_": "torch.optim.AdamW",
-        "groups": [{"match": "h.0.*", "_target_": "torch.optim.SGD", "lr": 0.1}],
-    },
-    "adamw8bit": {"_target_": "bitsandbytes.optim.AdamW8bit"},
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_bytes_of_state_are_known_for_each_parameter_before_the_first_step(name):
-    if name == "adamw8bit":
-        pytest.importorskip("bitsandbytes")
-    net = gpt(500, 32, n_layer=2)
-    if name == "two":
-        OPTIMIZERS["two"]["groups"][0]["match"] = next(iter(dict(net.named_parameters())))
-    predicted = optimizer_state(OPTIMIZERS[name])(net)
-    model = HybridModel(net, World.from_env(devices="cpu"))
-    optimizer = build_model_optimizer(OPTIMIZERS[name], model)
-    for parameter in net.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    for key, parameter in net.named_parameters():
-        state = optimizer.state[parameter].values()
-        held = sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
-        assert predicted[key] == pytest.approx(held, rel=1e-3), key
-    if name == "adamw8bit":
-        weights = sum(p.nbytes for p in net.parameters())
-        assert sum(predicted.values()) < 0.6 * weights  # AdamW: 2
 
 
 def test_a_split_by_memory_counts_the_bytes_of_state_that_it_is_told():
