@@ -143,11 +143,11 @@ def muon_groups(
     if model.world.is_main:
         elements = sum(trained[name].numel() for name in matrices)
         _log.info(
-            "Muon updates %d matrices (%s parameters), AdamW the other %d tensors (%s)",
+            "Muon updates %d of %d weights (%s of %s parameters), AdamW the others",
             len(matrices),
+            len(trained),
             f"{elements:,}",
-            len(trained) - len(matrices),
-            f"{sum(p.numel() for p in trained.values()) - elements:,}",
+            f"{sum(p.numel() for p in trained.values()):,}",
         )
     return parameter_groups(model, rules, lr=lr, layer_decay=layer_decay, matrices=matrices)
 
