@@ -41,6 +41,10 @@ AUTO = "auto"
 OFFLOAD_MODES = ("none", "inputs", "all")
 RECOMPUTE_MODES = ("never", "except_last", "always")
 
+OptimizerState = float | Callable[[Any], Mapping[str, int]]
+"""The size of an optimizer's state; see `PipelineOptions.optimizer_tensors_per_param`."""
+
+
 # Names that other libraries use for this library's arguments.
 OTHER_NAMES = {
     **dict.fromkeys(["train_batch_size", "per_device_train_batch_size"], "batch_size"),
@@ -149,9 +153,10 @@ class PipelineOptions:
     default_partition: int | None = None
     """For the split `manual`: the stage of unmarked layers (or the nearest stage that keeps the
     layers in order); None: every layer needs a mark."""
-    optimizer_tensors_per_param: int = 2
-    """For splits by memory: the number of optimizer tensors per parameter, each of the parameter's
-    size (2 for AdamW)."""
+    optimizer_tensors_per_param: OptimizerState = 2
+    """For splits by memory: the size of the optimizer's state, as a number of tensors of each
+    parameter's size (2 for AdamW); or a function that returns the bytes of state by parameter name
+    for a module, such as `partial(hybridtrain.step.state_bytes, make=...)`."""
 
     @property
     def placement(self) -> Placement:

@@ -55,8 +55,8 @@ counts the samples of all replicas; `auto` chooses
 files that they read.""",
     "model": """A null key takes its value from the data set. An argument of the model without a key
 also does, if the data set provides a value of that name.""",
-    "optim": """The arguments of the optimizer's class in `torch.optim`, plus `optim.groups` and
-`optim.layer_decay`; see
+    "optim": """The arguments of the optimizer's class, plus `optim.groups` and
+`optim.layer_decay`; see [Optimizers](callbacks.md#optimizers) and
 [Parameter groups](callbacks.md#parameter-groups-and-several-optimizers).""",
     "lr_schedule": """The arguments of the scheduler's class in `torch.optim.lr_scheduler`, or of
 its function in `hybridtrain.step.lr_schedules`. A null `T_max`, `total_iters` or `total_steps` is
@@ -190,9 +190,8 @@ def rows_of_option(path: Path) -> Iterator[tuple[str, str, Any, str]]:
     values = yaml.safe_load(path.read_text()) or {}
     comments = dict(re.findall(r"^(\w+): [^#\n]*# (.*)$", path.read_text(), re.M))
     values.pop("defaults", None)
-    target = locate(values.pop("_target_", ""))
-    ours = callable(target) and target.__module__.startswith("hybridtrain")
-    hints = get_type_hints(target) if ours else {}
+    target = values.pop("_target_", "")
+    hints = get_type_hints(locate(target)) if target.startswith("hybridtrain.") else {}
     for name, value in values.items():
         kind = hints.get(name, type(value))
         yield f"{path.parent.name}.{name}", type_name(kind), value, comments.get(name, "")

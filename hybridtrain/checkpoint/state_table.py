@@ -44,6 +44,11 @@ def optimizer_by_name(model: HybridModel, optimizer: Optimizer | None) -> dict[s
         return {"state": {}, "param_groups": []}
     names = parameter_names(model, optimizer)
     state = optimizer.state_dict()
+    # bitsandbytes hides its tensors from FSDP in a dict of their own, but not from other wrappers
+    # such as ShardedOptimizer, and loads both
+    hidden = getattr(optimizer, "_FSDP_WRAPPED_QUANT_STATE_KEY", None)
+    for entry in state["state"].values():
+        entry.update(entry.pop(hidden, {}))
     return {
         # an empty placeholder parameter may have state too
         "state": {names[n]: entry for n, entry in state["state"].items() if names[n]},

@@ -49,7 +49,7 @@ from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
 from hybridtrain.loss import LossFn
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import PipelineOptions, with_settings
-from hybridtrain.step import OptimizerStep, StepInProgress, check_steps_alone
+from hybridtrain.step import OptimizerStep, StepInProgress, check_optimizer, inner_optimizers
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -467,9 +467,9 @@ class Session:
         if isinstance(each, nn.Module):
             return PreparedModel(self.model, self._step.show_weights)
         if isinstance(each, Optimizer):
-            for optimizer in getattr(each, "optimizers", [each]):
+            for optimizer in inner_optimizers(each):
                 keep_own_parameters(optimizer, self.model, self._before)
-            check_steps_alone(each, f"optimizer={type(each).__name__}")
+            check_optimizer(each, f"optimizer={type(each).__name__}")
             self._step.add(each)
             return PreparedOptimizer(each, self)
         if isinstance(each, ReduceLROnPlateau):

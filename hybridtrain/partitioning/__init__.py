@@ -28,12 +28,14 @@ from hybridtrain.partitioning.cost_table import (
     measured_costs,
 )
 from hybridtrain.partitioning.costs import (
+    CalledLayers,
     LayerCost,
     LayerSize,
     copy_of,
     fake_like,
     layer_sizes,
     most_temporary,
+    state_of,
 )
 from hybridtrain.partitioning.cut_search import cut_by_costs, every_cut, find_cut, improved_cut
 from hybridtrain.partitioning.estimates import NotOnFakesError, model_flops
@@ -66,6 +68,7 @@ from hybridtrain.partitioning.stage_owners import StageOwners
 __all__ = [
     "COST_SOURCES",
     "MEASURED_SPLITS",
+    "CalledLayers",
     "CostTable",
     "LayerCost",
     "LayerSize",
@@ -105,6 +108,7 @@ __all__ = [
     "recompute_policy",
     "set_partition",
     "stage_costs",
+    "state_of",
     "table",
     "whole_stages",
 ]

@@ -52,6 +52,7 @@ class StageSums(NamedTuple):
         weight_bytes: its parameters and buffers.
         trained_bytes: its trained parameters.
         frozen_bytes: its other parameters.
+        state_bytes: the optimizer's state; None: unknown.
     """
 
     forward_ms: float
@@ -66,6 +67,7 @@ class StageSums(NamedTuple):
     weight_bytes: int
     trained_bytes: int
     frozen_bytes: int
+    state_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class CostTable:
                 weight_bytes=sum([size.weights for size in sizes]),
                 trained_bytes=sum([size.trained for size in sizes]),
                 frozen_bytes=sum([size.frozen for size in sizes]),
+                state_bytes=sum_of_state(sizes),
             )
 
         return cache(stage_at)
@@ -165,6 +168,12 @@ class CostTable:
     def _recomputed_at(self) -> Callable[[int], Sequence[LayerCost]]:
         """`costs_at` with all layers recomputed, once for all choices of some of them."""
         return cache(lambda samples: list(map(_recomputing, self.costs_at(samples))))
+
+
+def sum_of_state(sizes: Sequence[LayerSize]) -> int | None:
+    """Returns the bytes of optimizer state of layers; None: unknown."""
+    states = [size.state for size in sizes]
+    return None if None in states else sum(state or 0 for state in states)
 
 
 def _recomputing(cost: LayerCost) -> LayerCost:

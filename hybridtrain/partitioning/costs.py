@@ -25,6 +25,10 @@ from hybridtrain._base.tensors import byte_size, is_quantized_parameter
 from hybridtrain._base.torch_private import hooks_of
 from hybridtrain.errors import ConfigError, setting
 from hybridtrain.graph import Layer
+from hybridtrain.options import OptimizerState
+
+StateOf = Callable[[nn.Parameter], int]
+"""Returns the bytes of optimizer state of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,14 @@ class LayerSize:
         trained: bytes of the trained parameters.
         parameters: the number of elements of the parameters.
         frozen: bytes of the parameters that are not trained.
+        state: bytes of the optimizer's state; None: unknown.
     """
 
     weights: int
     trained: int
     parameters: int = 0
     frozen: int = 0
+    state: int | None = None
 
 
 def most_temporary(costs: Sequence[LayerCost]) -> int:
@@ -115,8 +121,23 @@ class CalledLayers(list[Layer]):
         return outside
 
 
-def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
-    """Returns the size of each layer; a shared parameter counts in the first layer that has it."""
+def state_of(state: OptimizerState, net: nn.Module) -> StateOf:
+    """Returns a function that returns the bytes of optimizer state of a parameter of `net`."""
+    if not callable(state):
+        tensors = state
+        return lambda parameter: round(tensors * byte_size(parameter))
+    by_name = state(net)
+    by_id = {id(p): by_name.get(name, 0) for name, p in net.named_parameters()}
+    return lambda parameter: by_id.get(id(parameter), 0)
+
+
+def layer_sizes(layers: Sequence[Layer], state: StateOf | None = None) -> list[LayerSize]:
+    """Returns the size of each layer; a shared parameter counts in the first layer that has it.
+
+    Args:
+        layers: the layers.
+        state: returns the bytes of optimizer state of a trained parameter; None: unknown.
+    """
     counted: set[int] = set()
     outside = layers.outside() if isinstance(layers, CalledLayers) else {}
     sizes = []
@@ -127,27 +148,39 @@ def layer_sizes(layers: Sequence[Layer]) -> list[LayerSize]:
         buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         counted.update(map(id, tensors))
         weights = sum(map(byte_size, [*parameters, *buffers]))
-        trained = sum(byte_size(p) for p in parameters if p.requires_grad)
-        frozen = sum(map(byte_size, parameters)) - trained
-        sizes.append(LayerSize(weights, trained, sum(p.numel() for p in parameters), frozen))
+        trained = [p for p in parameters if p.requires_grad]
+        trained_bytes = sum(map(byte_size, trained))
+        sizes.append(
+            LayerSize(
+                weights,
+                trained_bytes,
+                sum(p.numel() for p in parameters),
+                frozen=sum(map(byte_size, parameters)) - trained_bytes,
+                state=None if state is None else sum(map(state, trained)),
+            )
+        )
     return sizes
 
 
-def count(layers: Sequence[Layer], optimizer_tensors_per_param: int = 2) -> list[LayerCost]:
+def count(
+    layers: Sequence[Layer], optimizer_tensors_per_param: float | StateOf = 2
+) -> list[LayerCost]:
     """Returns the costs that need no run: the parameters and bytes of the weights.
 
     Args:
         layers: the layers of the chain, on any device.
-        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it;
-            AdamW keeps 2.
+        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it,
+            2 for AdamW; or a function that returns the bytes for a parameter, see `state_of`.
     """
+    state = optimizer_tensors_per_param
+    sizes = layer_sizes(layers, state if callable(state) else state_of(state, nn.Module()))
     return [
         LayerCost(
             layer.name,
             parameters=size.parameters,
-            weight_bytes=size.weights + size.trained * (1 + optimizer_tensors_per_param),
+            weight_bytes=size.weights + size.trained + (size.state or 0),
         )
-        for layer, size in zip(layers, layer_sizes(layers), strict=True)
+        for layer, size in zip(layers, sizes, strict=True)
     ]
 
 

@@ -23,6 +23,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph import Layer
 from hybridtrain.partitioning.costs import (
     LayerCost,
+    StateOf,
     copy_on_cpu,
     count,
     fake_like,
@@ -108,7 +109,7 @@ def estimate_costs(
     flops_per_s: float = FLOPS_PER_S,
     bytes_per_s: float = BYTES_PER_S,
     precision: Callable[[], AbstractContextManager[object]] | None = None,
-    optimizer_tensors_per_param: int = 2,
+    optimizer_tensors_per_param: float | StateOf = 2,
 ) -> list[LayerCost]:
     """Returns the estimated cost of each layer; crossing a cut costs no time.
 
@@ -119,7 +120,7 @@ def estimate_costs(
         bytes_per_s: bytes per second from and to the device's memory.
         precision: returns the context of forwards; a CPU autocast, because fake tensors are on the
             CPU.
-        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
+        optimizer_tensors_per_param: see `costs.count`.
 
     Raises:
         SplitError: a layer does not run on fake tensors, for example because its control flow
@@ -150,7 +151,7 @@ def count_work(
     inputs: Any,
     *,
     precision: Callable[[], AbstractContextManager[object]] | None = None,
-    optimizer_tensors_per_param: int = 2,
+    optimizer_tensors_per_param: float | StateOf = 2,
     loss: Layer | None = None,
 ) -> list[CountedLayer]:
     """Returns the work of each layer, and of the loss, for the micro-batch `inputs`.
@@ -162,7 +163,7 @@ def count_work(
         layers: the layers of the model, also on the meta device.
         inputs: the inputs of a micro-batch; only shapes and types matter.
         precision: returns the context of forwards.
-        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
+        optimizer_tensors_per_param: see `costs.count`.
         loss: a loss that follows as a further layer.
 
     Raises:

@@ -28,7 +28,14 @@ from hybridtrain._base.torch_private import has_hooks
 from hybridtrain._base.values import structure_copy
 from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.graph import Layer
-from hybridtrain.partitioning.costs import LayerCost, copy_of, count, tensors_of, undisturbed
+from hybridtrain.partitioning.costs import (
+    LayerCost,
+    StateOf,
+    copy_of,
+    count,
+    tensors_of,
+    undisturbed,
+)
 from hybridtrain.partitioning.layer_watch import LayerWatch, weights_of
 from hybridtrain.partitioning.work_counter import counted_work
 
@@ -53,7 +60,7 @@ class LayerProfiler:
         devices: the devices of the process's stages, which share its intra-op threads. The model
             runs on the first device.
         precision: returns the context of a forward, such as autocast.
-        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
+        optimizer_tensors_per_param: see `costs.count`.
         loss: a loss that follows as a further layer.
 
     Raises:
@@ -68,7 +75,7 @@ class LayerProfiler:
         devices: Sequence[torch.device],
         *,
         precision: Callable[[], AbstractContextManager[object]] | None = None,
-        optimizer_tensors_per_param: int = 2,
+        optimizer_tensors_per_param: float | StateOf = 2,
         loss: Layer | None = None,
     ) -> None:
         self._layers = layers

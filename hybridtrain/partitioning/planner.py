@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ from hybridtrain.graph import (
 )
 from hybridtrain.head import HeadChoice, head_of
 from hybridtrain.options import PipelineOptions, check_device_lists
-from hybridtrain.partitioning.costs import CalledLayers, LayerCost, count
+from hybridtrain.partitioning.costs import CalledLayers, LayerCost, StateOf, count, state_of
 from hybridtrain.partitioning.cut_search import cut_by_costs
 from hybridtrain.partitioning.estimates import estimate_costs
 from hybridtrain.partitioning.manual_split import (
@@ -212,7 +212,6 @@ class Planner:
             )
         check_device_lists(options, self._owners.nb_part)
         self._costs = costs
-        self._optimizer_tensors = options.optimizer_tensors_per_param
         self._stages = self._owners.nb_part * options.stages_per_device
         if example_inputs is None and options.split in MEASURED_SPLITS:
             raise ConfigError(
@@ -319,6 +318,11 @@ class Planner:
             return HeadChoice((), f"{choice.reason}, and is compiled with the layer around it")
         return choice
 
+    @cached_property
+    def _state(self) -> StateOf:
+        """The bytes of optimizer state of a parameter."""
+        return state_of(self._options.optimizer_tensors_per_param, self._net)
+
     def _chain(self, expand: Collection[str] = ()) -> Chain:
         key = frozenset(expand)
         if self._last is None or self._last[0] != key:
@@ -356,7 +360,7 @@ class Planner:
             expand = modules_around(self._modules, items)
             chain = self._chain(expand)
             counts = split_layers(chain.layers, self._stages, split)
-        return _Decision(expand, count(chain.layers, self._optimizer_tensors), counts)
+        return _Decision(expand, count(chain.layers, self._state), counts)
 
     def _by_objective(self, in_flight: Sequence[int]) -> _Decision:
         """Finds the best cut, and expands layers that are too large for an even cut.
@@ -404,7 +408,7 @@ class Planner:
 
         The caller requests more accurate costs only while they may change the cut.
         """
-        precision, tensors = self._options.precision, self._optimizer_tensors
+        precision, tensors = self._options.precision, self._state
         if goal.unit != "costs":
             yield Costs(count(layers, tensors))
         elif not isinstance(self._costs, str):

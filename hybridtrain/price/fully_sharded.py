@@ -99,10 +99,9 @@ def _ways(
     ends = (
         hardware.gather_s(max(whole), devices, 1) + hardware.gather_s(largest, devices, 1)
     ) * 1e3
-    fixed = sum(size.weights for size in table.sizes) + trained * (
-        1 + work.optimizer_tensors_per_param
-    )
-    optimizer = (3 + 2 * work.optimizer_tensors_per_param) * trained / devices
+    state = sum(work.state_bytes(size.trained, size.state) for size in table.sizes)
+    fixed = sum(size.weights for size in table.sizes) + trained + state
+    optimizer = (3 * trained + 2 * state) / devices
     optimizer_ms = optimizer / hardware.sustained_bandwidth * 1e3
     for chunks in divisors(of_device):
         costs = table.costs_at(of_device // chunks)

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain.errors import ConfigError, ScheduleError, argument
-from hybridtrain.options import ENGINES, SHARD_MODES, PipelineOptions
+from hybridtrain.options import ENGINES, SHARD_MODES, OptimizerState, PipelineOptions
 from hybridtrain.partitioning import whole_stages
 from hybridtrain.price.unequal import EQUAL, Arrangement, arrangements
 from hybridtrain.schedule import (
@@ -29,16 +29,33 @@ class StepWork:
     Attributes:
         samples: samples of a batch, over all replicas.
         accumulate: batches per optimizer step.
-        optimizer_tensors_per_param: tensors of a parameter's size that the optimizer keeps for it.
+        optimizer_tensors_per_param: see `PipelineOptions`.
         data_ms_per_sample: milliseconds that a process needs to load a sample, in the background.
         tokens_per_sample: tokens of a sample that is a sequence of token ids; 0 for other samples.
     """
 
     samples: int
     accumulate: int = 1
-    optimizer_tensors_per_param: int = 2
+    optimizer_tensors_per_param: OptimizerState = 2
     data_ms_per_sample: float = 0.0
     tokens_per_sample: int = 0
+
+    def state_bytes(self, trained: int, state: int | None) -> int:
+        """Returns the bytes of optimizer state of layers.
+
+        Args:
+            trained: the bytes of their trained parameters.
+            state: the bytes of state if a cost table has them.
+        """
+        if state is not None:
+            return state
+        tensors = self.optimizer_tensors_per_param
+        if callable(tensors):
+            raise ValueError(
+                "optimizer_tensors_per_param= is a function of the model: price it "
+                "with find_plans, or give the bytes of state in the sizes of the table"
+            )
+        return round(trained * tensors)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import nn
 from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain._base.text_table import counted, text_table, with_unit
 from hybridtrain.errors import ConfigError, argument, check_choice, setting
+from hybridtrain.options import OptimizerState
 from hybridtrain.partitioning import (
     COST_SOURCES,
     CostTable,
@@ -21,8 +22,10 @@ from hybridtrain.partitioning import (
     StageOwners,
     StagePlan,
     counted_costs,
+    layer_sizes,
     measured_costs,
     observed_chain,
+    state_of,
 )
 from hybridtrain.price.fully_sharded import FullySharded, fully_sharded
 from hybridtrain.price.layout import Choices, ParallelLayout, StepWork
@@ -294,6 +297,7 @@ def find_plans(
         # a CPU device is a core
         sharing=hardware.devices_per_node if hardware.device == "cpu" else 1,
         loss=loss,
+        optimizer_tensors_per_param=work.optimizer_tensors_per_param,
     )
     prices = find_layouts(table, hardware, work, choices, best=best)
     rate = "tf32" if tf32 and precision == "fp32" else precision
@@ -310,6 +314,7 @@ def model_costs(
     tf32: bool = False,
     sharing: int = 1,
     loss: LossOfStep | None = None,
+    optimizer_tensors_per_param: OptimizerState = 2,
 ) -> CostTable:
     """Returns the costs of the layers of `net`, as `find_plans` uses them.
 
@@ -322,6 +327,7 @@ def model_costs(
         tf32: whether fp32 matrix products run in TF32.
         sharing: the number of devices that share this process's intra-op threads in measurements.
         loss: the loss that ends the last stage; None: leave out its time and memory.
+        optimizer_tensors_per_param: see `PipelineOptions`.
 
     Raises:
         ConfigError: an argument is wrong, or `costs="measured"` needs a GPU and this machine has
@@ -339,7 +345,8 @@ def model_costs(
         table = measured_costs(chain, example_inputs, device, precision, sharing=sharing, loss=loss)
     else:
         table = counted_costs(chain, example_inputs, hardware, precision, tf32, loss)
-    return replace(table, model=type(net).__name__)
+    sizes = layer_sizes(chain.layers, state_of(optimizer_tensors_per_param, net))
+    return replace(table, sizes=sizes, model=type(net).__name__)
 
 
 def _unequal_in_words(layout: ParallelLayout) -> list[tuple[str, str]]:

@@ -11,11 +11,13 @@ from hybridtrain.errors import setting
 from hybridtrain.graph import Layer
 from hybridtrain.options import PRECISIONS, PipelineOptions
 from hybridtrain.partitioning import (
+    CalledLayers,
     LayerCost,
     LossOfStep,
     counted_costs_of_one_size,
     given_costs,
     layer_sizes,
+    state_of,
 )
 from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.price.price import price
@@ -88,6 +90,9 @@ def predict_step(
         rates = hardware.flops_per_s or dict.fromkeys((*PRECISIONS, "tf32"), _ANY_RATE)
         rated_hardware = replace(hardware, flops_per_s=rates)
         table = counted_costs_of_one_size(layers, microbatch, rated_hardware, precision, tf32, loss)
+    if isinstance(layers, CalledLayers):
+        state = state_of(work.optimizer_tensors_per_param, layers.net)
+        table = replace(table, sizes=layer_sizes(layers, state))
     table = table.recomputing(recomputed)
     if measured is None and not hardware.flops_per_s:
         return Prediction(

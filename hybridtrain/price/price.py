@@ -232,11 +232,14 @@ def optimizer_ms(
 
     The optimizer reads weights, gradients and its state, and writes weights and state.
     """
-    tensors = 3 + 2 * work.optimizer_tensors_per_param
-    trained = layout.by_device([stage.trained_bytes for stage in stages])
-    most = max(nbytes / speed for nbytes, speed in zip(trained, layout.speeds, strict=True))
+    moved = [
+        3 * stage.trained_bytes + 2 * work.state_bytes(stage.trained_bytes, stage.state_bytes)
+        for stage in stages
+    ]
+    by_device = layout.by_device(moved)
+    most = max(nbytes / speed for nbytes, speed in zip(by_device, layout.speeds, strict=True))
     shares = 1 if layout.shard == "none" else layout.replicas
-    return tensors * most / shares / hardware.sustained_bandwidth * 1e3
+    return most / shares / hardware.sustained_bandwidth * 1e3
 
 
 def _exchange_ms(

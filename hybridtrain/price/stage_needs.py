@@ -93,7 +93,11 @@ def device_memory(
     for own_stages, moments in zip(_stages_by_device(layout), moments_of, strict=True):
         weights = sum(stages[stage].weight_bytes for stage in own_stages)
         trained = sum(stages[stage].trained_bytes for stage in own_stages)
-        fixed = _fixed_bytes(weights, trained, work, layout)
+        state = sum(
+            work.state_bytes(stages[stage].trained_bytes, stages[stage].state_bytes)
+            for stage in own_stages
+        )
+        fixed = _fixed_bytes(weights, trained, state, layout)
         at_peak = _bytes_at_peak(moments, stages, own_stages, layout)
         memory.append(DeviceMemory(*fixed, *at_peak, hardware.library_bytes))
     return memory
@@ -286,7 +290,11 @@ def with_weight_bytes(
     return [
         replace(
             cost,
-            weight_bytes=sum(_fixed_bytes(size.weights, size.trained, work, layout)),
+            weight_bytes=sum(
+                _fixed_bytes(
+                    size.weights, size.trained, work.state_bytes(size.trained, size.state), layout
+                )
+            ),
             crossing_ms=0.0,
         )
         for cost, size in zip(costs, sizes, strict=True)
@@ -294,13 +302,12 @@ def with_weight_bytes(
 
 
 def _fixed_bytes(
-    weights: int, trained: int, work: StepWork, layout: ParallelLayout
+    weights: int, trained: int, state: int, layout: ParallelLayout
 ) -> tuple[int, int, int]:
     """Returns the bytes of layers that are always allocated: weights, gradients, optimizer state.
 
     Gradients are views of DDP's buckets, which DDP never frees.
     """
-    state = trained * work.optimizer_tensors_per_param
     sharded = state if layout.shard == "none" else -(-state // layout.replicas)
     return weights, trained, sharded
 

@@ -7,16 +7,21 @@ non_finite         buffers to restore if not, and the origin of a non-finite val
 loss_mean          the mean loss over steps and replicas
 lr_schedules       learning-rate schedules that PyTorch lacks, for the command line
 param_groups       groups of parameters, and several optimizers combined into one
+muon               Muon for matrices, and AdamW for the rest
+state_bytes        the bytes of optimizer state of each parameter
 sharded_optimizer  optimizer state sharded over the replicas
 """
 
 from hybridtrain.step.finite_check import FiniteCheck
 from hybridtrain.step.in_progress import StepInProgress
+from hybridtrain.step.muon import MuonAdamW, muon_groups
 from hybridtrain.step.optimizer_step import OptimizerStep, StepResult, check_lr_schedule
 from hybridtrain.step.param_groups import (
+    UNSUPPORTED_OPTIMIZERS,
     CombinedOptimizer,
-    check_steps_alone,
+    check_optimizer,
     fits,
+    inner_optimizers,
     keys_of_state,
     learning_rates,
     matching,
@@ -25,23 +30,29 @@ from hybridtrain.step.param_groups import (
     take_step,
 )
 from hybridtrain.step.sharded_optimizer import ReplicaShares, ShardedOptimizer, check_sharded
+from hybridtrain.step.state_bytes import state_bytes
 
 __all__ = [
+    "UNSUPPORTED_OPTIMIZERS",
     "CombinedOptimizer",
     "FiniteCheck",
+    "MuonAdamW",
     "OptimizerStep",
     "ReplicaShares",
     "ShardedOptimizer",
     "StepInProgress",
     "StepResult",
     "check_lr_schedule",
+    "check_optimizer",
     "check_sharded",
-    "check_steps_alone",
     "fits",
+    "inner_optimizers",
     "keys_of_state",
     "learning_rates",
     "matching",
+    "muon_groups",
     "parameter_groups",
     "show_weights",
+    "state_bytes",
     "take_step",
 ]

@@ -37,7 +37,7 @@ from hybridtrain.step.in_progress import StepInProgress
 from hybridtrain.step.loss_mean import LossMean
 from hybridtrain.step.param_groups import (
     CombinedOptimizer,
-    check_steps_alone,
+    check_optimizer,
     show_weights,
     take_step,
 )
@@ -193,7 +193,7 @@ class OptimizerStep:
         loss_scale = None if loss_scale is None else float(loss_scale)
         self.model = model
         for optimizer in optimizers:
-            check_steps_alone(optimizer, f"optimizer={type(optimizer).__name__}")
+            check_optimizer(optimizer, f"optimizer={type(optimizer).__name__}")
         self.optimizers = list(optimizers)
         self._trains = False  # True while the parameters have the values to train on
         self.lr_schedule = lr_schedule

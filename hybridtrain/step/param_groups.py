@@ -6,7 +6,7 @@ import inspect
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ def parameter_groups(
     *,
     lr: float | None = None,
     layer_decay: float | None = None,
+    matrices: Collection[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Returns the parameters of `model` in groups, for any optimizer of PyTorch.
 
@@ -74,6 +75,8 @@ def parameter_groups(
         layer_decay: the factor of the learning rate from each block to the previous one. A block
             shares a name up to its first number (`layers.3`), or the first name component, in model
             order. A rule's `lr` is decayed as well.
+        matrices: the names of parameters that form groups of their own, with `use_muon=True`; the
+            other groups then have `use_muon=False`. None: no group has this entry.
 
     Raises:
         ConfigError: a pattern matches no parameter, or `layer_decay` is given without `lr`.
@@ -91,11 +94,12 @@ def parameter_groups(
     if layer_decay is not None and lr is None:
         raise ConfigError(f"{argument('layer_decay')} multiplies a learning rate: also set lr=")
     blocks = list(dict.fromkeys(_block(name) for name in trainable))
-    groups: dict[tuple[int, str | None], dict[str, Any]] = {}
+    groups: dict[tuple[int, str | None, bool | None], dict[str, Any]] = {}
     for name in trainable:
         number = next((i for i, rule in enumerate(rules) if fits(name, rule["match"])), len(rules))
         block = _block(name) if layer_decay is not None else None
-        key = number, block
+        use_muon = None if matrices is None else name in matrices
+        key = number, block, use_muon
         if key not in groups:
             rule = {} if number == len(rules) else dict(rules[number])
             rule.pop("match", None)
@@ -103,6 +107,10 @@ def parameter_groups(
                 depth = len(blocks) - 1 - blocks.index(block)
                 rule["lr"] = rule.get("lr", lr) * layer_decay**depth
                 rule["name"] = block if number == len(rules) else f"{block}.{number}"
+            if use_muon is not None:
+                rule["use_muon"] = use_muon
+            if use_muon and "name" in rule:
+                rule["name"] += ".muon"
             groups[key] = {"params": [], **rule}
         if name in parameters:
             groups[key]["params"].append(parameters[name])
@@ -210,16 +218,35 @@ class CombinedOptimizer(Optimizer):
         self._join()
 
 
-def check_steps_alone(optimizer: Optimizer, key: str) -> None:
-    """Refuses an optimizer that requires a closure in `step`, such as LBFGS.
+UNSUPPORTED_OPTIMIZERS = {
+    "torchao": "torchao's optimizers keep their state in tensor subclasses, which a checkpoint "
+    "cannot store, and round with draws from the global random generator, so that a resumed run "
+    "would differ; for state in 8 bits use bitsandbytes' AdamW8bit (optim=adamw8bit)"
+}
+"""The packages with optimizers that are refused, and why."""
+
+
+def check_optimizer(optimizer: Optimizer, key: str) -> None:
+    """Refuses an optimizer that requires a closure in `step`, such as LBFGS, or is unsupported.
 
     Raises:
-        ConfigError: it requires one; the message names the argument `key`.
+        ConfigError: its `step` requires a closure, or its package is one of
+            `UNSUPPORTED_OPTIMIZERS`; the message names the argument `key`.
     """
-    for inner in getattr(optimizer, "optimizers", [optimizer]):
+    for inner in inner_optimizers(optimizer):
+        packages = {kind.__module__.partition(".")[0] for kind in type(inner).__mro__}
+        for package in packages & UNSUPPORTED_OPTIMIZERS.keys():
+            raise ConfigError(f"{key}: {UNSUPPORTED_OPTIMIZERS[package]}")
         closure = inspect.signature(inner.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
             raise ConfigError(_needs_closure(key))
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns the optimizers that a `CombinedOptimizer` combines, or `optimizer` alone."""
+    if not isinstance(optimizer, CombinedOptimizer):
+        return [optimizer]
+    return [inner for each in optimizer.optimizers for inner in inner_optimizers(each)]
 
 
 def take_step(optimizer: Optimizer, step: Callable[[], object], key: str | None = None) -> None:
@@ -266,7 +293,7 @@ def keys_of_state(optimizer: Optimizer) -> list[frozenset[str]]:
     them without an argument.
     """
     keys = []
-    for inner in getattr(optimizer, "optimizers", [optimizer]):
+    for inner in inner_optimizers(optimizer):
         kinds = [kind for kind in type(inner).__mro__ if "__init__" in vars(kind)]
         settings = {name for kind in kinds for name in inspect.signature(kind).parameters}
         made = frozenset(getattr(inner, "defaults", {})) - settings

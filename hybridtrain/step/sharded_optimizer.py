@@ -3,7 +3,8 @@
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 https://arxiv.org/abs/1910.02054. As in PyTorch's `ZeroRedundancyOptimizer`, whole parameters are
 assigned to replicas. So each update is the plain optimizer's on the same tensors, and any optimizer
-that treats parameters independently stays exact.
+that treats parameters independently stays exact, also several (`CombinedOptimizer`) and Muon, which
+needs whole matrices.
 
     gradients    equal on all replicas, averaged in the backward
     step()       replica 0 updates a, c         replica 1 updates b
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import ConfigError, setting
 from hybridtrain.model import HybridModel
-from hybridtrain.step.param_groups import CombinedOptimizer, check_steps_alone, show_weights
+from hybridtrain.step.param_groups import check_optimizer, inner_optimizers, show_weights
 
 # Smaller parameters (in bytes) are sent together, copied into one tensor.
 _PACKED_BYTES = 1 << 20
@@ -133,12 +134,7 @@ class ShardedOptimizer(Optimizer):
                 f"{setting('shard', 'optimizer')}, or use the plain optimizer"
             )
         self._inner = make(list(model.parameters()) if params is None else params)
-        if isinstance(self._inner, CombinedOptimizer):
-            raise ConfigError(
-                "a ShardedOptimizer wraps a single optimizer: for several (CombinedOptimizer) set "
-                f"{setting('shard', 'none')}"
-            )
-        check_steps_alone(self._inner, f"optimizer={type(self._inner).__name__}")
+        check_optimizer(self._inner, f"optimizer={type(self._inner).__name__}")
         self._is_complete = False
         super().__init__([dict(group) for group in self._inner.param_groups], self._inner.defaults)
         self._is_complete = True
@@ -152,11 +148,13 @@ class ShardedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in `torch.optim.Optimizer`; all processes must add the same."""
-        super().add_param_group(param_group)
-        if self._is_complete:
-            added = self.param_groups[-1]
-            self._inner.add_param_group({**added, "params": list(added["params"])})
-            self._spread([added])
+        if not self._is_complete:
+            super().add_param_group(param_group)
+            return
+        self._inner.add_param_group(dict(param_group))
+        added = self._inner.param_groups[-1]
+        super().add_param_group({**added, "params": list(added["params"])})
+        self._spread([self.param_groups[-1]])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -223,8 +221,9 @@ class ShardedOptimizer(Optimizer):
         self._shares.add(p for group in groups for p in group["params"])
         for whole, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner["params"] = [p for p in whole["params"] if self._shares.owns(p)]
-        for parameter in [p for p in self._inner.state if not self._shares.owns(p)]:
-            del self._inner.state[parameter]  # created by its constructor
+        for optimizer in (self._inner, *inner_optimizers(self._inner)):
+            for parameter in [p for p in optimizer.state if not self._shares.owns(p)]:
+                del optimizer.state[parameter]  # created by its constructor
         self.state = self._inner.state
 
 

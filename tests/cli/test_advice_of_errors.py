@@ -26,7 +26,6 @@ NOT_TRIED = Path(__file__).with_name("advice_not_tried.txt")
 # May only become smaller.
 MOST_NOT_TRIED = 35
 
-GROUPS = "+optim.groups=[{match: '*', _target_: torch.optim.SGD, lr: 0.1}]"
 SUBMIT = ("submit", "recipe=digits", "--dry-run")
 TEXTS = (
     *("recipe=bert_classifier", "model.source=./bert", "data.path=reviews.jsonl"),
@@ -171,8 +170,6 @@ TRIED = [
          "data.batch_size=auto"), (("data.batch_size=32",),)),
     Case("chooses the number of stages, but", (*SMALL, "run_name=new", "pipeline.nb_part=auto",
          "pipeline.split=[3,4]"), (("pipeline.nb_part=2",), ("pipeline.split=balanced",))),
-    Case("makes several optimizers", (*SMALL, "run_name=new", "world.shard=optimizer", GROUPS),
-         (("world.shard=none",),)),
     Case("callbacks.{} compares evaluations", (*SMALL, "run_name=new", "trainer.eval_every=null",
          "callbacks=[plateau]"), (("trainer.eval_every=2",), ("trainer.eval_every_epochs=1",))),
     Case("{} compares evaluations, but with", (*SMALL, "run_name=new", "trainer.eval_every=9",

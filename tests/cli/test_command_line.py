@@ -304,7 +304,7 @@ def test_a_null_key_can_be_removed_and_a_key_that_is_not_there_cannot() -> None:
 def test_what_is_left_of_another_target_is_left_out_and_what_the_user_gave_is_not() -> None:
     given = ["recipe=digits", "optim._target_=torch.optim.SGD", "optim.lr=0.5"]
     composed = compose_settings(given)
-    assert composed.leftovers["optim"] == ["betas", "eps", "weight_decay"]
+    assert composed.leftovers["optim"] == ["betas", "eps", "weight_decay", "fused"]
     optim = composed.config.optim
     assert instantiate.not_taken("optim", optim, composed.leftovers["optim"]) == ["betas", "eps"]
     wanted = compose_settings([*given, "optim.eps=1"])
@@ -323,7 +323,7 @@ def test_a_run_with_a_target_of_another_kind_needs_no_tilde(
     assert "lr_schedule.eta_min=0.0: " in said
     assert "lr_schedule.warmup_steps=20 before torch.optim.lr_scheduler." in said
     assert set(OmegaConf.load("outputs/digits/config.yaml").optim) == {
-        *("_target_", "lr", "weight_decay")
+        *("_target_", "lr", "weight_decay", "fused")
     }
 
 

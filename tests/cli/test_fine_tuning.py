@@ -61,7 +61,11 @@ def trained_by_peft(steps):
     values = {f"base_model.model.{n}": v for n, v in first.state_dict().items() if "lora" in n}
     assert net.load_state_dict(values, strict=False).unexpected_keys == []
     optimizer = torch.optim.AdamW(
-        [p for p in net.parameters() if p.requires_grad], lr=1e-2, eps=1e-4, weight_decay=0.0
+        [p for p in net.parameters() if p.requires_grad],
+        lr=1e-2,
+        eps=1e-4,
+        weight_decay=0.0,
+        fused=True,  # as the command line's
     )
     world = World.from_env(devices="cpu")
     options = LoaderOptions(collate=data.collate)

@@ -19,7 +19,7 @@ from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.run.components import (
     build_lr_schedule,
     build_optimizer,
-    optimizer_tensors_per_param,
+    optimizer_state,
 )
 from hybridtrain.errors import ConfigError
 
@@ -214,14 +214,15 @@ def test_optim_and_lr_schedule_refuse_targets_of_another_kind(
 
 def test_the_memory_of_an_optimizer_for_gpus_alone_is_counted_on_the_cpu() -> None:
     config = {"_target_": "torch.optim.AdamW", "lr": 0.1, "capturable": True}
-    assert optimizer_tensors_per_param(config) == 2
+    assert optimizer_state(config)(torch.nn.Linear(3, 2)) == {"weight": 52, "bias": 20}
 
 
 def test_an_optimizer_with_modes_is_counted_and_one_with_a_closure_refused() -> None:
     schedule_free = {"_target_": "support.schedule_free.ScheduleFree"}
-    assert optimizer_tensors_per_param(schedule_free, ["support"]) == 1
+    sizes = optimizer_state(schedule_free, ["support"])(torch.nn.Linear(3, 2, bias=False))
+    assert sizes == {"weight": 24}
     asks = {"_target_": "support.schedule_free.AsksForClosure"}
-    message = refusal(lambda: optimizer_tensors_per_param(asks, ["support"]))
+    message = refusal(lambda: optimizer_state(asks, ["support"]))
     assert message.startswith(
         f"optim._target_={asks['_target_']}: this optimizer recomputes the loss"
     )

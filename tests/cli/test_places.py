@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -509,6 +510,7 @@ NO_PLACES = {
     "trainer.loss.output": "of the model",
     "trainer.loss.targets": "of the data",
     "trainer.metrics.validate_args": "true or false",
+    **({"optim.args": "options as an object"} if find_spec("bitsandbytes") else {}),
 }
 """Arguments with the name of a place that do not name one."""
 

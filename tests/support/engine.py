@@ -132,6 +132,7 @@ def fp16_trainer(
     scale: float = LOSS_SCALE,
     growth: int = 1000,
     world: World | None = None,
+    fused: bool | None = None,
     **options: Any,
 ) -> Any:
     """A trainer in fp16 of four `Overflow` layers, of which `layer` overflows at the steps `at`."""
@@ -143,7 +144,7 @@ def fp16_trainer(
     recorder = Steps(net)
     trainer: Any = Trainer(
         model,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
+        torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused),
         float_mse,
         TrainLoader(TensorDataset(*regression(24)), 4, model.world, seed=1),
         steps=steps,

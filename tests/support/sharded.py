@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hybridtrain import HybridModel, ShardedOptimizer, World
+from hybridtrain.step import MuonAdamW
 
 from .compare import assert_same
 from .schedule_free import ScheduleFree
@@ -42,7 +44,19 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1),
     "relative": Relative,
+    "muon": lambda params: MuonAdamW(params, lr=0.02),
 }
+
+
+def adamw8bit(params: Any) -> Optimizer:
+    from bitsandbytes.optim import AdamW8bit  # takes seconds
+
+    made: Optimizer = AdamW8bit(params, lr=0.02, min_8bit_size=32)
+    return made
+
+
+if find_spec("bitsandbytes") is not None:
+    OPTIMIZERS["adamw8bit"] = adamw8bit
 
 
 def make_optimizer(model: HybridModel, name: str) -> Optimizer:

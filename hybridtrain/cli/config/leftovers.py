@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.schema import (
+    AUTO,
     GROUP_KEYS,
     LOADER_KEYS,
     OPEN_GROUPS,
@@ -71,7 +72,7 @@ def leave_out_leftovers(settings: Settings) -> None:
         ]
         names = [name for name in leftovers if name not in shared]
         for name in not_taken(group, values, names, allow):
-            if (value := values.pop(name, None)) is not None:
+            if (value := values.pop(name, None)) not in (None, AUTO):
                 settings.notes.append(
                     f"ignoring {group}.{name}={value}: {values['_target_']} does not accept it"
                 )

@@ -53,7 +53,11 @@ TARGETS: dict[str, Targets] = {
         "torch.nn:Module",
     ),
     "data": Targets("a data set of hybridtrain.datasets", ("hybridtrain.datasets",)),
-    "optim": Targets("an optimizer of torch.optim", ("torch.optim",), "torch.optim:Optimizer"),
+    "optim": Targets(
+        "an optimizer of torch.optim, bitsandbytes.optim or hybridtrain.step.muon",
+        ("torch.optim", "bitsandbytes.optim", "hybridtrain.step.muon"),
+        "torch.optim:Optimizer",
+    ),
     "lr_schedule": Targets(
         "a schedule of torch.optim.lr_scheduler or hybridtrain.step.lr_schedules",
         ("torch.optim.lr_scheduler", "hybridtrain.step.lr_schedules"),
@@ -106,7 +110,11 @@ _FUNCTIONS: dict[str, Callable[[Any, str], Iterable[object]]] = {
 
 
 # Packages with objects that take plain values, so that their errors are about these values.
-VALUES_ONLY = ("torch.optim", "torchmetrics")
+VALUES_ONLY = ("torch.optim", "bitsandbytes", "hybridtrain.step.muon", "torchmetrics")
+
+
+# The extras of pyproject.toml that install a package with objects that a config may name.
+_EXTRAS = {"bitsandbytes": "bnb"}
 
 
 def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., Any]:
@@ -121,6 +129,12 @@ def resolve(key: str, path: object, allow: Sequence[str] = ()) -> Callable[..., 
         ConfigError: it is not allowed under `key`, does not exist or is not callable.
     """
     targets = _targets(key)
+    package = str(path).partition(".")[0]
+    if targets is TARGETS["optim"] and package not in ("torch", "hybridtrain"):
+        from hybridtrain.step import UNSUPPORTED_OPTIMIZERS  # imports torch
+
+        if package in UNSUPPORTED_OPTIMIZERS:
+            raise ConfigError(f"{key}._target_={path}: {UNSUPPORTED_OPTIMIZERS[package]}")
     where = f"{key}={path}" if key == "data.tokenizer" else f"{key}._target_={path}"
     refusal = ConfigError(
         f"{where} is not allowed: {key} may name {targets.words}; to use your own package, set "
@@ -334,7 +348,9 @@ def _imported(where: str, path: str) -> tuple[ModuleType, list[str]]:
         except ModuleNotFoundError as error:
             if error.name is None or not name.startswith(error.name):
                 raise ConfigError(f"{where} cannot be imported: {error}") from error
-    raise ConfigError(f"{where}: there is no package {parts[0]}; is it installed?")
+    extra = _EXTRAS.get(parts[0])
+    install = f": pip install 'hybridtrain[{extra}]'" if extra else "; is it installed?"
+    raise ConfigError(f"{where}: there is no package {parts[0]}{install}")
 
 
 def _attribute(where: str, module: ModuleType, names: Sequence[str]) -> Any:

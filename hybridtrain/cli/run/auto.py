@@ -283,6 +283,7 @@ def _choose(
             tf32=config.trainer.tf32,
             sharing=sharing,
             loss=run.loss,
+            optimizer_tensors_per_param=options.optimizer_tensors_per_param,
         )
 
     priced: list[Price] = []

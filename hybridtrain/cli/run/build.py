@@ -36,7 +36,7 @@ from hybridtrain.cli.run.components import (
     build_metrics,
     build_model,
     class_weights_of,
-    optimizer_tensors_per_param,
+    optimizer_state,
 )
 from hybridtrain.cli.run.context import PreparedRun, RunContext, RunOptions
 from hybridtrain.cli.run.directory import RunDirectory
@@ -136,8 +136,8 @@ def pipeline_options(
     options = PipelineOptions(**arguments_of(config, PipelineOptions), seed=config.seed)
     if not uses("optimizer"):
         return options
-    tensors = optimizer_tensors_per_param(config.optim, config.allow_targets)
-    return replace(options, optimizer_tensors_per_param=tensors)
+    state = optimizer_state(config.optim, config.allow_targets)
+    return replace(options, optimizer_tensors_per_param=state)
 
 
 def trainer_options(config: Config) -> TrainerOptions:

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +39,16 @@ from hybridtrain.loss import (
 from hybridtrain.model import HybridModel
 from hybridtrain.models import WRAPPERS, loss_of_model
 from hybridtrain.observe import TRACKERS
+from hybridtrain.options import PipelineOptions
 from hybridtrain.step import (
     CombinedOptimizer,
+    MuonAdamW,
     ShardedOptimizer,
     check_lr_schedule,
-    check_steps_alone,
+    check_optimizer,
+    muon_groups,
     parameter_groups,
-    show_weights,
-    take_step,
+    state_bytes,
 )
 
 # Arguments of PyTorch's losses that are tensors with one number per class.
@@ -323,40 +326,49 @@ def build_model_optimizer(
     rules, decay = config.get("groups") or [], config.get("layer_decay")
     if isinstance(rules, Mapping):
         rules = list(rules.values())
+    # `nn.Embedding(sparse=True)`: no fused kernel takes sparse gradients
+    if any(getattr(module, "sparse", False) is True for module in model.net.modules()):
+        plain, rules = _not_fused(plain), [_not_fused(rule) for rule in rules]
     sharded = model.options.shard == "optimizer"
 
     def make(parameters: Iterable[Any]) -> Optimizer:
         return build_optimizer(plain, parameters, allow)
 
-    if not rules and decay is None:
+    by_matrix = instantiate.resolve("optim", plain.get("_target_"), allow) is MuonAdamW
+    if not rules and decay is None and not by_matrix:
         return ShardedOptimizer(model, make) if sharded else make(model.parameters())
     _check_rules(plain, rules, allow)
     passed = [{key: v for key, v in rule.items() if key != "_target_"} for rule in rules]
     apart = [number for number, rule in enumerate(rules) if "_target_" in rule]
-    places = [{"match": rule["match"], "rule": number} for number, rule in enumerate(rules)]
+    places = [
+        {"match": rule["match"], "rule": number}
+        | ({"use_muon": rule["use_muon"]} if "use_muon" in rule else {})
+        for number, rule in enumerate(rules)
+    ]
+    make_groups = muon_groups if by_matrix else parameter_groups
     with naming({"match": "optim.groups.match", "layer_decay": "optim.layer_decay"}):
-        split = parameter_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
+        split = make_groups(model, places, lr=plain.get("lr"), layer_decay=decay)
     rest: list[dict[str, Any]] = []
     alone: dict[int | None, list[dict[str, Any]]] = {number: [] for number in apart}
     for group in split:
         number = group.pop("rule", None)
         settings = {} if number is None else dict(passed[number])
-        settings.pop("match", None)
+        for name in ("match", "use_muon"):
+            settings.pop(name, None)
         if "lr" in group and "lr" in settings:  # layer_decay scales the group's rate too
             settings["lr"] *= group["lr"] / plain["lr"]
         alone.get(number, rest).append({**group, **settings})
-    if sharded and apart:
-        raise ConfigError(
-            "optim.groups with a _target_ makes several optimizers, but world.shard=optimizer "
-            "supports only one: remove the _target_, or set world.shard=none"
-        )
-    if sharded:
-        return ShardedOptimizer(model, make, rest)
-    made = [make(rest)] if rest else []
-    for number in apart:
-        settings = {key: v for key, v in rules[number].items() if key != "match"}
-        made.append(build_optimizer(settings, alone[number], allow, key=f"optim.groups.{number}"))
-    return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+    def make_all(_: Any) -> Optimizer:
+        made = [make(rest)] if rest else []
+        for number in apart:
+            settings = {key: v for key, v in rules[number].items() if key != "match"}
+            settings.setdefault("fused", plain.get("fused"))
+            key = f"optim.groups.{number}"
+            made.append(build_optimizer(settings, alone[number], allow, key=key))
+        return made[0] if len(made) == 1 else CombinedOptimizer(made)
+
+    return ShardedOptimizer(model, make_all) if sharded else make_all(rest)
 
 
 def _check_rules(
@@ -367,7 +379,9 @@ def _check_rules(
     Raises:
         ConfigError: the optimizer does not support a setting for a group.
     """
-    settings = build_optimizer(config, [Parameter(torch.zeros(1))], allow).defaults
+    probes = [Parameter(torch.zeros(1)), Parameter(torch.zeros(1, 1))]
+    groups = build_optimizer(config, probes, allow).param_groups
+    settings = dict.fromkeys(name for group in groups for name in group if name != "params")
     for number, rule in enumerate(rules):
         if not isinstance(rule, Mapping) or "match" not in rule:
             raise ConfigError(f"optim.groups.{number}={rule} must be a mapping with the key match")
@@ -404,30 +418,113 @@ def build_optimizer(
     trained = [each for each in parameters if isinstance(each, dict) or each.requires_grad]
     # a pipeline process may have only frozen parameters, but an optimizer needs at least one
     trained = trained or [Parameter(torch.empty(0))]
+    config = _with_fused_decided(config, trained, allow, key)
     optimizer = instantiate.build(
         key, config, Optimizer, allow, positional=[trained], ignore=GROUP_KEYS
     )
-    check_steps_alone(optimizer, f"{key}._target_={config['_target_']}")
+    check_optimizer(optimizer, f"{key}._target_={config['_target_']}")
     return optimizer
 
 
-def optimizer_tensors_per_param(config: Mapping[str, Any], allow: Sequence[str] = ()) -> int:
-    """Returns the number of parameter-sized tensors that the optimizer keeps per parameter."""
-    parameter = Parameter(torch.zeros(2, 3))
-    optimizer = build_optimizer(config, [parameter], allow)
-    optimizer.param_groups[0]["capturable"] = False  # valid only for parameters on a GPU
-    parameter.grad = torch.zeros_like(parameter)
+def _with_fused_decided(
+    config: Mapping[str, Any], trained: Sequence[Any], allow: Sequence[str], key: str
+) -> Mapping[str, Any]:
+    """Returns `config` with PyTorch's value of `fused`, for the key's `auto`, true or false.
+
+    A config without the key, such as an older run's, keeps PyTorch's default.
+
+    Raises:
+        ConfigError: it has another value.
+    """
+    chosen = config.get("fused")
+    if chosen is not None and chosen != AUTO and not isinstance(chosen, bool):
+        raise ConfigError(f"{key}.fused={chosen} must be auto, true or false")
+    if chosen is True:
+        return config  # an optimizer or device without it is an error
+    # PyTorch takes False for "one tensor after the other", which is slower than its default on GPUs
+    plain = _not_fused(config)
+    if chosen != AUTO or instantiate.not_taken(key, plain, ["fused"], allow):
+        return plain
+    groups = [group for group in trained if isinstance(group, dict)]
+    settings = [plain, *groups]
+    if any(each.get("foreach") is not None or each.get("differentiable") for each in settings):
+        return plain  # the user's choice of another implementation
+    parameters = [p for group in groups for p in group["params"]] or trained
+    fused = {**plain, "fused": True}
+    kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
+    return fused if all(_takes_step(fused, *kind, allow, key) for kind in kinds) else plain
+
+
+def _takes_step(
+    config: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    allow: Sequence[str],
+    key: str,
+) -> bool:
+    """Returns whether the optimizer of `config` steps parameters of this device and dtype.
+
+    The optimizer itself is asked: PyTorch 2.11's Adagrad is fused on CPUs only, for example.
+    """
+    probe = Parameter(torch.zeros(1, device=device, dtype=dtype))
+    probe.grad = torch.zeros_like(probe)
     try:
-        show_weights(optimizer, training=True)
-        take_step(optimizer, optimizer.step, f"optim._target_={config['_target_']}")
-    except ConfigError:
-        raise
-    except Exception as error:  # for sparse gradients only, say
-        raise ConfigError(
-            f"optim._target_={config['_target_']} failed in an optimizer step: {error}"
-        ) from error
-    tensors = optimizer.state[parameter].values()
-    return sum(isinstance(value, Tensor) and value.shape == parameter.shape for value in tensors)
+        instantiate.build(
+            key, config, Optimizer, allow, positional=[[probe]], ignore=GROUP_KEYS
+        ).step()
+    except Exception:
+        return False
+    return True
+
+
+def _not_fused(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name != "fused"}
+
+
+Sizes = dict[str, int]
+"""The bytes of optimizer state of each parameter."""
+
+
+def optimizer_state(
+    config: Mapping[str, Any], allow: Sequence[str] = ()
+) -> Callable[[nn.Module], Sizes]:
+    """Returns a function that returns the bytes of optimizer state by parameter, for a model.
+
+    See `state_bytes`. The optimizer also steps here, so that one that cannot is an error at once.
+
+    Raises:
+        ConfigError: the optimizer fails in a step.
+    """
+    key = f"optim._target_={config['_target_']}"
+
+    def sizes(net: nn.Module, make: Callable[[Mapping[str, Parameter]], Optimizer]) -> Sizes:
+        try:
+            return state_bytes(net, make, key)
+        except ConfigError:
+            raise
+        except Exception as error:  # for sparse gradients only, say
+            raise ConfigError(f"{key} failed in an optimizer step: {error}") from error
+
+    def of_model(net: nn.Module) -> Sizes:
+        def make(parameters: Mapping[str, Parameter]) -> Optimizer:
+            outline = cast(HybridModel, _Outline(net, parameters))
+            return build_model_optimizer(config, outline, allow)
+
+        return sizes(net, make)
+
+    sizes(nn.Linear(3, 2), lambda parameters: build_optimizer(config, parameters.values(), allow))
+    return of_model
+
+
+class _Outline:
+    """A model with small parameters, for `build_model_optimizer`."""
+
+    def __init__(self, net: nn.Module, parameters: Mapping[str, Parameter]) -> None:
+        self.options = PipelineOptions()
+        self.world = SimpleNamespace(is_main=False)  # logs nothing
+        self.net = net
+        self.named_parameters = parameters.items
+        self.parameters = parameters.values
 
 
 def build_lr_schedule(

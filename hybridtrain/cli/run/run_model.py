@@ -14,6 +14,7 @@ from hybridtrain.cli.run.components import build_loss, build_model
 from hybridtrain.data import Batch, DataSplits, example_batch, largest_batch
 from hybridtrain.errors import ConfigError
 from hybridtrain.loss import resolve
+from hybridtrain.options import OptimizerState
 from hybridtrain.partitioning import LossOfStep
 from hybridtrain.price import StepWork
 
@@ -37,8 +38,8 @@ class RunModel:
     load_ms: float
     loss: LossOfStep
 
-    def work(self, config: Config, tensors: int) -> StepWork:
-        """Returns the work of a step, with this number of optimizer tensors per parameter."""
+    def work(self, config: Config, tensors: OptimizerState) -> StepWork:
+        """Returns the work of a step, with this size of the optimizer's state."""
         batch = Batch(self.inputs, None, 1, 1)
         return StepWork(
             config.data["batch_size"],

@@ -14,10 +14,10 @@ from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config
-from hybridtrain.cli.run.components import optimizer_tensors_per_param
+from hybridtrain.cli.run.components import optimizer_state
 from hybridtrain.cli.run.hardware import hardware_of
 from hybridtrain.data.stream import example_batch
-from hybridtrain.partitioning import LayerCost, observed_chain
+from hybridtrain.partitioning import LayerCost, layer_sizes, observed_chain, state_of
 from hybridtrain.partitioning.cost_table import (
     CostTable,
     counted_costs,
@@ -45,14 +45,12 @@ class Predictor:
         table: the costs of the model's layers.
         hardware: the nodes; a cell has as many of them as it needs.
         schedule: `1f1b` or `gpipe`.
-        optimizer_tensors: see `StepWork`.
     """
 
     config: Config
     table: CostTable
     hardware: Hardware
     schedule: str
-    optimizer_tensors: int
 
     @property
     def layers(self) -> int:
@@ -79,7 +77,7 @@ class Predictor:
             cell: which one.
             host: how many times as long the host takes for its part.
         """
-        job = StepWork(cell.samples, optimizer_tensors_per_param=self.optimizer_tensors)
+        job = StepWork(cell.samples)
         counts = stage_layers(self.layers, cell.nb_part)
         hardware = self.machine_for(cell)
         hardware = replace(
@@ -151,5 +149,6 @@ def make_predictor(
         table = measured_costs(chain, inputs, device, precision)
     else:
         table = counted_costs(chain, inputs, hardware, precision, tf32)
-    tensors = optimizer_tensors_per_param(config.optim)
-    return Predictor(config, table, hardware, schedule, tensors)
+    state = state_of(optimizer_state(config.optim), net)
+    table = replace(table, sizes=layer_sizes(chain.layers, state))
+    return Predictor(config, table, hardware, schedule)

@@ -19,6 +19,7 @@ from hybridtrain.errors import ConfigError, UserError
 from hybridtrain.loop import predict
 from hybridtrain.loss import accuracy, cross_entropy
 from hybridtrain.pipeline import check_replicas
+from hybridtrain.step import CombinedOptimizer
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -126,6 +127,20 @@ def _(world):
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
     groups = optimizer.state_dict()["param_groups"]
     assert [group["params"] for group in groups] == [[0, 1], [2, 3, 4]]
+
+
+@cells.add("each replica keeps the state of its parameters alone, also of several optimizers")
+def _(world):
+    model = HybridModel(tower(), world_of(1), shard="optimizer")
+
+    def several(params):
+        of_rate = [torch.optim.Adagrad(params[:2]), torch.optim.SGD(params[2:], 0.1, momentum=0.9)]
+        return CombinedOptimizer(of_rate)  # Adagrad makes its state in the constructor
+
+    optimizer = ShardedOptimizer(model, several)
+    step_of(model, optimizer)
+    numbers = world.gather(sorted(optimizer.state_dict()["state"]))
+    assert sorted(numbers[0] + numbers[1]) == list(range(5)), numbers
 
 
 @cells.add("groups, their hyperparameters and a schedule count as without shards")

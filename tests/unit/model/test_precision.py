@@ -146,7 +146,10 @@ def test_without_gradients_a_forward_has_none_and_a_training_step_has(nb_part):
     assert all(p.grad is not None and p.grad.any() for p in net.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=str)
+OPTIONS = [{}, {"clip_norm": 0.1}, {"fused": True}, {"accumulate": 2}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("nb_part", NB_PARTS)
 @pytest.mark.quick_cases(2)
