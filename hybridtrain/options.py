@@ -89,7 +89,7 @@ class PipelineOptions:
     the path of its file (`.csv`, or a plan's `.yaml`)."""
     split: SplitSpec = "uniform"
     """The quantity to balance across stages: `uniform` (number of layers), `size`
-    (parameters), or measured `time`, `memory` or both (`balanced`). `manual`: the stages set by
+    (bytes of parameters), or measured `time`, `memory` or both (`balanced`). `manual`: the stages set by
     `partition` and `set_partition`. Otherwise the path of a plan (`.yaml`), or a list of layer
     counts, cut points, layer names or name patterns."""
     recompute: RecomputeSpec = "never"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hybridtrain._base.adapter import put_adapter
 from hybridtrain.errors import ConfigError, argument, check_choice, closest, setting
+from hybridtrain.models.quantized import QuantizedLinear
 
 INITS: dict[str, bool | str] = {
     "default": True,
@@ -156,8 +157,13 @@ class LoraAdapter:
             magnitudes[_ADAPTER] = magnitude
 
     def merged(self, net: nn.Module) -> nn.Module:
-        """Returns the base with W + alpha / rank B A instead of W, and the trained modules."""
+        """Returns the base with W + alpha / rank B A instead of W, and the trained modules.
+
+        Quantized weights are dequantized.
+        """
         for name, module in [*_layers(net)]:
+            if isinstance(module.base_layer, QuantizedLinear):
+                module.base_layer = module.base_layer.plain()
             module.merge()
             net.set_submodule(name, module.get_base_layer())
         for name, module in [*_saved_whole(net)]:
@@ -238,6 +244,14 @@ def _whole_modules(net: nn.Module, names: Sequence[str] | None) -> list[str]:
     names = [names] if isinstance(names, str) else [*names]
     for name in names:
         _check_name("modules_to_save", name, net, [name for name, _ in net.named_children()])
+        for module in _matching(net, name):
+            parts = net.get_submodule(module).named_modules(prefix=module)
+            if frozen := [part for part, layer in parts if isinstance(layer, QuantizedLinear)]:
+                keep = ",".join(frozen)
+                raise ConfigError(
+                    f"{setting('modules_to_save', name)}: {frozen[0]} is quantized, so it cannot "
+                    f"be trained: keep its weights, {argument('keep', 'quantize')}[{keep}]"
+                )
     return names
 
 

@@ -38,7 +38,7 @@ class Objective:
     """The quantity that the partitioner balances across stages.
 
     Attributes:
-        unit: the unit of size: number of `layers`, number of `parameters`, or `costs` (times and
+        unit: the unit of size: number of `layers`, bytes of `parameters`, or `costs` (times and
             bytes).
         memory_weight: for `costs`, the weight of memory against time: 0 balances only time, 1 only
             memory.
@@ -183,7 +183,7 @@ def stage_tables(
         for table, memory, limit in zip(tables, memories, goal.stage_limits(stages), strict=True):
             table[memory > limit] = INFINITY
     else:
-        sizes = [1 if goal.unit == "layers" else cost.parameters for cost in costs]
+        sizes = [1 if goal.unit == "layers" else cost.parameter_bytes for cost in costs]
         tables = [range_sums(sizes) / speed for speed in speeds]
     for table in tables:
         table[list(no_cut_before)] = INFINITY  # no stage begins here, so none ends here

@@ -38,6 +38,8 @@ NAMING = Naming(
         **KEYS,
         "loader.timeout_s": "data.timeout_s",
         "lora.modules_to_save": "model.lora.modules_to_save",
+        "quantize": "model.quantize",
+        "quantize.keep": "model.quantize.keep",
         "loss_fn": "trainer.loss",
     },
     value=_yaml,
