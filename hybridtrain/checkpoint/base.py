@@ -22,7 +22,7 @@ from hybridtrain._base.adapter import BaseWeights
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest
 from hybridtrain.checkpoint.weight_sources import find_weights, locate, read_source
 from hybridtrain.checkpoint.weights import read_tree, read_weights
-from hybridtrain.errors import CheckpointError
+from hybridtrain.errors import CheckpointError, setting
 from hybridtrain.model import HybridModel
 
 # The number of leading elements of each tensor that the digest covers.
