@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hybridtrain._base.adapter import put_adapter
-from hybridtrain.errors import ConfigError, argument, check_choice, closest, setting
+from hybridtrain.errors import ConfigError, argument, check_choice, closest, phrase, setting
 from hybridtrain.models.quantized import QuantizedLinear
 
 INITS: dict[str, bool | str] = {
@@ -244,15 +244,25 @@ def _whole_modules(net: nn.Module, names: Sequence[str] | None) -> list[str]:
     names = [names] if isinstance(names, str) else [*names]
     for name in names:
         _check_name("modules_to_save", name, net, [name for name, _ in net.named_children()])
-        for module in _matching(net, name):
-            parts = net.get_submodule(module).named_modules(prefix=module)
-            if frozen := [part for part, layer in parts if isinstance(layer, QuantizedLinear)]:
-                keep = ",".join(frozen)
-                raise ConfigError(
-                    f"{setting('modules_to_save', name)}: {frozen[0]} is quantized, so it cannot "
-                    f"be trained: keep its weights, {argument('keep', 'quantize')}[{keep}]"
-                )
+        _check_not_quantized(name, net)
     return names
+
+
+def _check_not_quantized(name: str, net: nn.Module) -> None:
+    """Refuses to train modules as a whole that have quantized weights."""
+    quantized = {
+        name if part == module else part.rpartition(".")[2]: layer.kind
+        for module in _matching(net, name)
+        for part, layer in net.get_submodule(module).named_modules(prefix=module)
+        if isinstance(layer, QuantizedLinear)
+    }
+    if quantized:
+        kind, keep = next(iter(quantized.values())), ", ".join(quantized)
+        way_out = phrase("pass keep= to quantize", kind=kind, keep=keep)
+        raise ConfigError(
+            f"{setting('modules_to_save', name)}: the weights of {keep} are quantized, so they "
+            f"cannot be trained: {way_out}"
+        )
 
 
 def _check_name(key: str, name: str, net: nn.Module, examples: Sequence[str]) -> None:

@@ -39,7 +39,6 @@ NAMING = Naming(
         "loader.timeout_s": "data.timeout_s",
         "lora.modules_to_save": "model.lora.modules_to_save",
         "quantize": "model.quantize",
-        "quantize.keep": "model.quantize.keep",
         "loss_fn": "trainer.loss",
     },
     value=_yaml,
@@ -47,6 +46,7 @@ NAMING = Naming(
         "start a new run": "set another run_name",
         "start a new run in another directory": "set another run_name",
         "pass strict=False": "set 'init_from={{path: {source}, strict: false}}'",
+        "pass keep= to quantize": "set 'model.quantize={{kind: {kind}, keep: [{keep}]}}'",
         "pass prefix=": "set 'init_from={{path: {source}, prefix: {prefix}}}'",
     },
 )
