@@ -151,7 +151,7 @@ def computed_from(parameter: nn.Parameter, source: Tensor) -> None:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Returns whether a tensor has memory: not on the meta device or dropped by `construct_part`."""
+    """Returns whether a tensor is neither on the meta device nor dropped by `construct_part`."""
     return not tensor.is_meta and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
 
 

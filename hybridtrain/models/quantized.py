@@ -170,6 +170,7 @@ class QuantizedLinear(nn.Linear):
         return layer.train(self.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Returns the product with the dequantized weight, plus the bias."""
         kind = x.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -178,6 +179,7 @@ class QuantizedLinear(nn.Linear):
         return y
 
     def extra_repr(self) -> str:
+        """Returns the sizes and the kind."""
         return f"{super().extra_repr()}, kind={self.kind}"
 
     @property
@@ -197,9 +199,7 @@ class QuantizedLinear(nn.Linear):
                 parameter.data = value.to(parameter.device)
         return self
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         state = dict(state_dict)
         weight = state.pop(f"{prefix}weight", None)
         if weight is not None:

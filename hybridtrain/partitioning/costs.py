@@ -42,7 +42,6 @@ class LayerCost:
         crossing_bytes: the values that cross a cut right after it: its output, and values of
             earlier layers that later layers need.
         crossing_ms: the time to send these values to another device; 0 on the same device.
-        parameter_bytes: the bytes of its parameters.
     """
 
     name: str
@@ -54,7 +53,6 @@ class LayerCost:
     temporary_bytes: int = 0
     crossing_bytes: int = 0
     crossing_ms: float = 0.0
-    parameter_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,6 @@ def count(layers: Sequence[Layer], optimizer_tensors_per_param: int = 2) -> list
         LayerCost(
             layer.name,
             parameters=size.parameters,
-            parameter_bytes=size.trained + size.frozen,
             weight_bytes=size.weights + size.trained * (1 + optimizer_tensors_per_param),
         )
         for layer, size in zip(layers, layer_sizes(layers), strict=True)

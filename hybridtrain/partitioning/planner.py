@@ -117,7 +117,7 @@ def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[in
 
 
 def balance_by_size(net: nn.Module, stages: int, example_inputs: Any = None) -> list[int]:
-    """Returns the number of layers of each stage that balances the bytes of parameters.
+    """Returns the number of layers of each stage that balances the bytes of weights, gradients and state.
 
     A model other than an `nn.Sequential` needs `example_inputs`.
     """

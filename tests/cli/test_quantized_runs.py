@@ -37,7 +37,7 @@ def adapter(run, steps):
 
 
 def base_and_adapter(folder):
-    """What plain PEFT loads: the base, quantized by bitsandbytes and dequantized, and the adapter."""
+    """What plain PEFT loads, with the base quantized by bitsandbytes and dequantized."""
     from transformers import AutoModelForCausalLM
 
     net = AutoModelForCausalLM.from_pretrained("./llama", attn_implementation="eager")

@@ -245,7 +245,7 @@ def test_an_adapter_does_not_go_on_with_another_quantization_of_its_base(
     model = quantized_chain(kind=saved)
     init_from(model, base)
     path = save_checkpoint(CheckpointStore(tmp_path / "saved"), 1, model, None, {}, {})
-    with pytest.raises(CheckpointError, match="plain weights|nf4, 3 layers") as refused:
+    with pytest.raises(CheckpointError, match=r"plain weights|nf4, 3 layers") as refused:
         restore_checkpoint(path, quantized_chain(kind=resumed))
     assert f"quantize={saved}" in str(refused.value)
     assert f"init_from={path}" in str(refused.value)
@@ -315,7 +315,7 @@ def test_what_cannot_be_quantized_is_one_line_with_the_way_out(monkeypatch):
     with pytest.raises(ConfigError, match="keep=7: a Sequential has no such linear layer"):
         quantize(chain(), keep=["7"])
     settings = {"rank": 2, "targets": ["0"], "modules_to_save": ["4"]}
-    with pytest.raises(ConfigError, match=r"modules_to_save=4: the weights of 4 are quantized.*keep="):
+    with pytest.raises(ConfigError, match=r"=4: the weights of 4 are quantized.*keep="):
         lora(quantize(chain()), **settings)
     net = lora(quantize(chain(), keep=["4"]), **settings)
     assert len(quantized_weights(net)) == 2
@@ -326,5 +326,5 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
 
     quantized._operators.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ConfigError, match=r"quantize= needs bitsandbytes: pip install 'hybridtrain"):
+    with pytest.raises(ConfigError, match=r"quantize= needs .*: pip install 'hybridtrain\[bnb"):
         quantize(chain())
