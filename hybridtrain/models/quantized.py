@@ -20,6 +20,7 @@ bitsandbytes' dynamic map (0.6% against 0.9% of the norm).
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -38,6 +39,7 @@ KINDS = ("nf4", "int8")
 BLOCK = 64
 """The number of values with a common scale."""
 
+_PIECE = 1 << 20
 # The heads of classifiers, by the names that transformers gives them.
 _HEADS = ("classifier", "score")
 
@@ -51,11 +53,31 @@ class _Form(NamedTuple):
     def quantized(self, weight: Tensor) -> list[Tensor]:
         """Returns `packed` and `absmax`, and for int8 `code`."""
         ops = _operators()
+        # in pieces of whole blocks, because on a CPU bitsandbytes needs 20 bytes per value
+        pieces = weight.reshape(-1).split(_PIECE)
         if self.kind == "nf4":
-            return [*ops.quantize_4bit(weight.contiguous(), BLOCK, self.kind, torch.uint8)]
+            parts = [ops.quantize_4bit(piece, BLOCK, self.kind, torch.uint8) for piece in pieces]
+            return [*map(torch.cat, zip(*parts, strict=True))]
         code = torch.linspace(-1, 1, 255, device=weight.device)
         code = torch.cat([code, code.new_ones(1)])  # 0 is a value, so their number is odd
-        return [*ops.quantize_blockwise(weight.contiguous(), code, BLOCK), code]
+        parts = [ops.quantize_blockwise(piece, code, BLOCK) for piece in pieces]
+        packed, absmax = map(torch.cat, zip(*parts, strict=True))
+        return [packed.view(self.shape), absmax, code]
+
+    def empty(self, device: torch.device | str) -> list[Tensor]:
+        """Returns tensors of zeros in place of those of `quantized`.
+
+        bitsandbytes' own operators on the meta device would load PyTorch's compiler.
+        """
+        values = math.prod(self.shape)
+        packed = (-(-values // 2), 1) if self.kind == "nf4" else self.shape
+        tensors = [
+            torch.zeros(packed, dtype=torch.uint8, device=device),
+            torch.zeros(-(-values // BLOCK), device=device, dtype=torch.float32),
+        ]
+        if self.kind == "int8":
+            tensors.append(torch.zeros(256, device=device, dtype=torch.float32))
+        return tensors
 
     def dequantized(self, dtype: torch.dtype, stored: Sequence[Tensor]) -> Tensor:
         """Returns the weight."""
@@ -122,12 +144,11 @@ class QuantizedLinear(nn.Linear):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.kind, self.dtype = kind, layer.weight.dtype
         weight = layer.weight.detach()
-        if not has_values(weight):
-            weight = torch.empty_like(weight, device="meta")
-        for name, stored in zip(self.stored, self._form.quantized(weight), strict=True):
-            value = stored
-            if layer.weight.is_meta and device is not None:
-                value = torch.zeros_like(stored, device=device)
+        if has_values(weight):
+            values = self._form.quantized(weight)
+        else:
+            values = self._form.empty((device if weight.is_meta else None) or "meta")
+        for name, value in zip(self.stored, values, strict=True):
             parameter = nn.Parameter(value, requires_grad=False)
             computed_from(parameter, layer.weight)
             self.register_parameter(name, parameter)
