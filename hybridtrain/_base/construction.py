@@ -137,7 +137,7 @@ def construct_without(
             return None
         return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
 
-    with register_module_parameter_registration_hook(replace):
+    with register_module_parameter_registration_hook(replace):  # type: ignore[arg-type]
         return _Dropping(lambda storage: None).run(build)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from numbers import Real
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from hybridtrain._base.adapter import put_adapter
 from hybridtrain.errors import ConfigError, argument, check_choice, closest, phrase, setting
-from hybridtrain.models.quantized import QuantizedLinear
+from hybridtrain.models.quantized import QuantizedLinear, without_dequantizing
 
 INITS: dict[str, bool | str] = {
     "default": True,
@@ -104,7 +105,9 @@ def lora(
         init_lora_weights=INITS[init],
         task_type=next((t for end, t in _TASKS.items() if type(net).__name__.endswith(end)), None),
     )
-    with warnings.catch_warnings():
+    # only DoRA needs the values of the base
+    formats_alone = nullcontext() if dora else without_dequantizing()
+    with warnings.catch_warnings(), formats_alone:
         # fan_in_fan_out follows from the layers
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         try:

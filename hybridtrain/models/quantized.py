@@ -22,7 +22,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -40,6 +42,7 @@ BLOCK = 64
 """The number of values with a common scale."""
 
 _PIECE = 1 << 20
+_without_dequantizing: ContextVar[bool] = ContextVar("_without_dequantizing", default=False)
 # The heads of classifiers, by the names that transformers gives them.
 _HEADS = ("classifier", "score")
 
@@ -106,7 +109,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(*stored)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_input, of_bias, *rest = ctx.needs_input_grad
         return (
             grad @ ctx.form.dequantized(grad.dtype, ctx.saved_tensors) if of_input else None,
@@ -163,16 +166,18 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """A dequantized copy of the weight; changes of it have no effect."""
+        if _without_dequantizing.get():
+            return self.placeholder
         return self._form.dequantized(self.dtype, self._stored())
 
     @property
     def placeholder(self) -> Tensor:
-        """A tensor with the shape and dtype of `weight` and memory for one element.
+        """A tensor with the shape, dtype and device of `weight`, and memory for one element.
 
         It is a meta tensor if another process has the values.
         """
-        device = "meta" if self.packed.is_meta else "cpu"
-        return torch.empty((), dtype=self.dtype, device=device).expand(self._form.shape)
+        one = torch.zeros((), dtype=self.dtype, device=self.packed.device)
+        return one.expand(self._form.shape)
 
     @torch.no_grad()
     def load_weight(self, weight: Tensor) -> None:
@@ -233,7 +238,7 @@ class QuantizedLinear(nn.Linear):
             else:
                 self.load_weight(weight)
             state |= {f"{prefix}{name}": getattr(self, name) for name in self.stored}
-        super()._load_from_state_dict(state, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state, prefix, *args)
 
 
 def quantize(net: nn.Module, kind: str = "nf4", keep: Sequence[str] | None = None) -> nn.Module:
@@ -283,6 +288,19 @@ def quantize(net: nn.Module, kind: str = "nf4", keep: Sequence[str] | None = Non
         layer = layers.pop(name)
         net.set_submodule(name, QuantizedLinear(layer, kind, device))
     return net
+
+
+@contextmanager
+def without_dequantizing() -> Iterator[None]:
+    """Lets `weight` be `placeholder` in the block, for code that looks at its format alone.
+
+    To dequantize every layer once would fragment the memory of the process.
+    """
+    token = _without_dequantizing.set(True)
+    try:
+        yield
+    finally:
+        _without_dequantizing.reset(token)
 
 
 def quantized_weights(net: nn.Module) -> dict[str, QuantizedLinear]:
