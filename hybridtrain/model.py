@@ -35,6 +35,7 @@ from hybridtrain._base.microbatch import (
     split,
 )
 from hybridtrain._base.precision import autocast
+from hybridtrain._base.repacked_weights import keep_weights_for_training
 from hybridtrain._base.shares import MicrobatchPlace, Shares
 from hybridtrain._base.torch_private import without_torch_function
 from hybridtrain._base.values import named_leaves
@@ -423,6 +424,7 @@ class HybridModel:
         return model
 
     def _begin(self, net: nn.Module, world: World, options: PipelineOptions) -> None:
+        keep_weights_for_training(net)
         self.net = net
         self.world = world
         self.options = options

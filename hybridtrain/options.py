@@ -94,10 +94,10 @@ class PipelineOptions:
     much memory as with `1f1b`, half and a third of it; or a user-defined schedule, by its name or
     the path of its file (`.csv`, or a plan's `.yaml`)."""
     split: SplitSpec = "uniform"
-    """The quantity to balance across stages: `uniform` (number of layers), `size`
-    (parameters), or measured `time`, `memory` or both (`balanced`). `manual`: the stages set by
-    `partition` and `set_partition`. Otherwise the path of a plan (`.yaml`), or a list of layer
-    counts, cut points, layer names or name patterns."""
+    """The quantity to balance across stages: `uniform` (number of layers), `size` (bytes of
+    weights, gradients and optimizer state), or measured `time`, `memory` or both (`balanced`).
+    `manual`: the stages set by `partition` and `set_partition`. Otherwise the path of a plan
+    (`.yaml`), or a list of layer counts, cut points, layer names or name patterns."""
     recompute: RecomputeSpec = "never"
     """Activations to recompute in the backward pass instead of storing them: `never`; `always`
     (all layers); `except_last` (all layers, for all micro-batches but the last); every kth layer

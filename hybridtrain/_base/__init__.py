@@ -20,6 +20,7 @@ problem          an error of one process, sent to the others so that all raise i
 rank_differences compares facts that must be equal on all ranks
 registry         packages whose modules are imported when one of their names is first used
 replica_shares   the samples of each replica in a batch, in proportion to the replicas' shares
+repacked_weights 4-bit layers of bitsandbytes, which an evaluation would repack
 shares           a batch made of shares, one for each logical replica of a process
 skip             `stash` and `pop`: tensors that skip layers of a sequential model
 summation_tree   the order in which the gradients of logical replicas are summed

@@ -68,9 +68,11 @@ class BaseWeights:
         digest: the digest of the source's tensors.
         names: the model's names of the tensors loaded from the source.
         prefix: the prefix of the names in the source that the model's names lack.
+        quantization: how the weights were quantized when they were loaded; "": they were not.
     """
 
     source: str
     digest: str
     names: frozenset[str]
     prefix: str = ""
+    quantization: str = ""

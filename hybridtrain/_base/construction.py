@@ -42,6 +42,8 @@ _TRIM = 1 << 24  # freed bytes after which memory is returned to the system
 _UNPREDICTABLE = {Tag.nondeterministic_seeded, Tag.data_dependent_output, Tag.dynamic_output_shape}
 _RANDOM_FILLS = ("normal", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal")
 _FILLS = {f"aten::{name}_" for name in (*_RANDOM_FILLS, "zero", "fill")}
+# The attribute of a parameter with the parameters that it was computed from.
+_SOURCE = "_hybridtrain_source"
 # Functions that access a tensor's memory without an operator.
 _READS = ("numpy", "data_ptr", "__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__")
 
@@ -105,6 +107,54 @@ def construct_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     return net
 
 
+def construct_without(
+    build: Callable[[], nn.Module], left_out: Callable[[nn.Module], Iterable[str]]
+) -> nn.Module:
+    """Returns `build()` with some parameters on the meta device, which take no memory.
+
+    They are left out as soon as the constructor registers them, so the values of other parameters
+    may differ from those of normal construction.
+
+    Args:
+        build: creates the model on the default device. It runs twice, first on the meta device.
+        left_out: returns the names of the parameters to leave out, from the model of the first run.
+    """
+    made: list[nn.Parameter] = []
+
+    def record(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        made.append(parameter)
+
+    draws = default_generators()
+    with torch.device("meta"), register_module_parameter_registration_hook(record):
+        net = _Dropping(lambda storage: None).run(build)
+    rewind(draws)
+    named = dict(net.named_parameters(remove_duplicate=False))
+    ids = {id(named[name]) for name in left_out(net)}
+    drops = iter([id(parameter) in ids for parameter in made])
+
+    def replace(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if not next(drops, False) or parameter.is_meta:
+            return None
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+    with register_module_parameter_registration_hook(replace):  # type: ignore[arg-type]
+        return _Dropping(lambda storage: None).run(build)
+
+
+def computed_from(parameter: nn.Parameter, source: Tensor) -> None:
+    """Records that a parameter was computed from another, which it replaces in the model.
+
+    `construct_part` then gives memory to the other only where this one is owned.
+    """
+    if source.is_meta:
+        vars(parameter)[_SOURCE] = (source,)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Returns whether a tensor is neither on the meta device nor dropped by `construct_part`."""
+    return not tensor.is_meta and (not tensor.numel() or tensor.untyped_storage().nbytes() > 0)
+
+
 def default_generators() -> tuple[Tensor, Any, Any]:
     """Returns the states of the default generators of PyTorch, Python and NumPy."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -153,7 +203,11 @@ def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> lis
     storages: list[UntypedStorage] = []
     with torch.device("meta"):
         net = _Dropping(lambda storage: storages.append(storage)).run(build)
-    named = [(name, storage) for name, t in _named_tensors(net) for storage in _storages(t)]
+    named = [
+        (name, storage)
+        for name, tensor in _named_tensors(net)
+        for storage in _storages([tensor, *vars(tensor).get(_SOURCE, ())])
+    ]
     owned = {storage for name, storage in named if owns(name)}
     unowned = {storage for _, storage in named} - owned
     return [storage in unowned for storage in storages]

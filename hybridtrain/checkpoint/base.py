@@ -4,6 +4,8 @@ Only models with an adapter have a base (`_base.adapter`), after `init_from`. Th
 the source in `state.json`, with a digest of its tensors:
 
     "base": {"source": "./llama", "digest": "8a1b...", "prefix": ""}
+
+and for a quantized base also `"quantization": "nf4, 28 layers"`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from hybridtrain._base.adapter import BaseWeights
 from hybridtrain.checkpoint.manifest import MANIFEST, read_manifest
 from hybridtrain.checkpoint.weight_sources import find_weights, locate, read_source
 from hybridtrain.checkpoint.weights import read_tree, read_weights
-from hybridtrain.errors import CheckpointError
+from hybridtrain.errors import CheckpointError, setting
 from hybridtrain.model import HybridModel
 
 # The number of leading elements of each tensor that the digest covers.
@@ -131,6 +133,32 @@ def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = Non
         f"missing: {'; '.join(problems)}. If they were moved, set init_from= to their location, "
         f"or the key that the recipe takes it from, such as model.source="
     )
+
+
+def check_quantization(checkpoint: Path, base: BaseWeights | None) -> None:
+    """Checks that a model has quantized its base as the model that saved a checkpoint.
+
+    Args:
+        checkpoint: the directory of the checkpoint.
+        base: the base of the model that loads it.
+
+    Raises:
+        CheckpointError: another quantization, on which the adapter was not trained.
+    """
+    saved = (record_of_base(checkpoint) or {}).get("quantization", "")
+    here = "" if base is None else base.quantization
+    if saved != here:
+        kind = saved.partition(",")[0] or None
+        raise CheckpointError(
+            f"the adapter in {checkpoint} was trained on a base with "
+            f"{_quantized_layers(saved)}, and the model has {_quantized_layers(here)}: quantize "
+            f"the same layers, {setting('quantize', kind)}, or start a new run from its weights "
+            f"with {setting('init_from', checkpoint)}"
+        )
+
+
+def _quantized_layers(description: str) -> str:
+    return f"quantized weights ({description})" if description else "plain weights"
 
 
 def is_moved(checkpoint: Path, now: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hybridtrain.checkpoint.weight_sources import files_of, find_weights, locate
 from hybridtrain.checkpoint.weights import EXTRA_STATE, load_weights, split_state
 from hybridtrain.errors import CheckpointError, phrase, setting
 from hybridtrain.model import HybridModel
+from hybridtrain.models.quantized import describe_quantization, quantized_weights, stored_names
 
 # the prefixes that wrappers add to names
 _PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -214,8 +215,9 @@ def base_of(
             f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(layers)}: train "
             f"{'it' if len(layers) == 1 else 'them'} with {adapter.train_whole(layers)}"
         )
-    names = frozenset(under_all_names(net, weights))
-    return BaseWeights(source, digest_of(weights), names, prefix)
+    names = stored_names(quantized_weights(net), under_all_names(net, weights))
+    how = describe_quantization(net)
+    return BaseWeights(source, digest_of(weights), frozenset(names), prefix, how)
 
 
 def _frozen_layers(net: nn.Module, adapter: Adapter, report: InitReport) -> list[str]:
@@ -223,7 +225,7 @@ def _frozen_layers(net: nn.Module, adapter: Adapter, report: InitReport) -> list
 
     If the source has a part of a layer, only the other parts are returned.
     """
-    state = net.state_dict(keep_vars=True)
+    state = loadable_state(net, {})
     names = {name: adapter.base_name(name) for name in state if not adapter.is_replaced(name)}
     lacking: set[str] = set()
     for name in (*report.missing, *(text.partition(" ")[0] for text in report.reshaped)):
@@ -250,12 +252,33 @@ def under_all_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
         weights: the tensors of the source.
     """
     chosen, _ = match_weights(net, weights, "")
-    tensors = split_state(net.state_dict(keep_vars=True))[0]
+    tensors = split_state(loadable_state(net, weights))[0]
     aliases = without_aliases(tensors)[1]
     by_first = {aliases.get(name, name): value for name, value in chosen.items()}
     return {
         name: by_first[first] for name in tensors if (first := aliases.get(name, name)) in by_first
     }
+
+
+def loadable_state(net: nn.Module, weights: Container[str]) -> dict[str, Any]:
+    """Returns the state that `weights` fill: quantized weights in their plain form.
+
+    The values are parameter objects: a tied parameter is the same object under all its names.
+
+    Args:
+        net: the model.
+        weights: the names of the source; where it has the stored tensors of a quantized weight,
+            these remain.
+    """
+    state: dict[str, Any] = net.state_dict(keep_vars=True)
+    layers = quantized_weights(net)
+    for name, layer in layers.items():
+        stored = stored_names(layers, [name])
+        if stored[0] not in weights:
+            for part in stored:
+                del state[part]
+            state[name] = nn.Parameter(layer.placeholder, requires_grad=False)
+    return state
 
 
 def match_weights(
@@ -268,8 +291,7 @@ def match_weights(
         weights: the tensors of the source.
         source: the name of the source, for the report.
     """
-    # parameter objects: a tied parameter is the same object under all its names
-    state = net.state_dict(keep_vars=True)
+    state = loadable_state(net, weights)
     adapter = adapter_of(net)
     base = getattr(net, "base_model_prefix", "")  # transformers: the prefix of the headless model
     tensors = {name: value for name, value in split_state(state)[0].items() if _is_weight(name)}

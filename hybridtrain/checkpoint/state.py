@@ -29,9 +29,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hybridtrain.checkpoint.base import checkpoint_weights, open_base, record_of_base
+from hybridtrain.checkpoint.base import (
+    check_quantization,
+    checkpoint_weights,
+    open_base,
+    record_of_base,
+)
 from hybridtrain.checkpoint.host_copies import HostCopies
-from hybridtrain.checkpoint.init_from import base_of, under_all_names
+from hybridtrain.checkpoint.init_from import base_of, loadable_state, under_all_names
 from hybridtrain.checkpoint.json_tree import pack
 from hybridtrain.checkpoint.manifest import MANIFEST, FileWriter, read_manifest, verify
 from hybridtrain.checkpoint.read import CheckpointReader
@@ -144,6 +149,7 @@ def _packed(
             "source": base.source,
             "digest": base.digest,
             "prefix": base.prefix,
+            **({"quantization": base.quantization} if base.quantization else {}),
         }
     for name, entry in progress.items():
         entry_state = entry.state_dict()
@@ -207,8 +213,9 @@ def restore_checkpoint(
         base = None
         if source:
             base = base_of(model.net, source, of_base, prefix)
+            check_quantization(path, base)
             weights = {**under_all_names(model.net, of_base), **weights}
-        check_fits(path, weights | extra, model.net.state_dict())
+        check_fits(path, weights | extra, loadable_state(model.net, weights))
         average = evaluated_average(path, files) if evaluated else {}
         weights = with_average(weights, average)
         trees: dict[str, Any] = {}

@@ -134,6 +134,21 @@ def parameter_names(model: HybridModel, optimizer: Optimizer) -> list[str]:
     return [name_of[id(p)] if p.numel() or id(p) in name_of else "" for p in trained]
 
 
+def _check_loadable(tensors: Mapping[str, Tensor]) -> None:
+    """Refuses state that a module stores but does not load, as 4-bit layers of bitsandbytes do.
+
+    Raises:
+        CheckpointError: a tensor has further tensors below its name.
+    """
+    for name in tensors:
+        if (owner := name.rpartition(".")[0]) in tensors:
+            raise CheckpointError(
+                f"cannot save {owner}: its module also stores {name}, which it does not load again "
+                "(as 4-bit layers of bitsandbytes). Save only the adapter, by save_pretrained() of "
+                "PEFT, or quantize by hybridtrain.models.quantize(net) instead"
+            )
+
+
 Form = Literal["alone", "gathered", "joint"]
 """Assigns each tensor to the process that writes it; see the module docstring."""
 
@@ -230,6 +245,7 @@ class StateTable:
         is_first = self.form == "alone" or model.world.data_parallel_rank == 0
         state = without_base(model, model.pipeline.local_state_dict(), optimizer_state["state"])
         tensors_of_model = {n: value for n, value in state.items() if isinstance(value, Tensor)}
+        _check_loadable(tensors_of_model)
         groups = {
             # between steps, replicas may have different buffers; replica 0's are saved
             "model": {

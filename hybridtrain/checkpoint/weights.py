@@ -15,6 +15,7 @@ from hybridtrain.checkpoint.read import CheckpointReader
 from hybridtrain.checkpoint.tensor_files import read_tensors, without_aliases
 from hybridtrain.errors import CheckpointError, phrase
 from hybridtrain.model import HybridModel
+from hybridtrain.models.quantized import quantized_weights, stored_names
 
 # the last part of torch's name for get_extra_state()
 EXTRA_STATE = "_extra_state"
@@ -122,7 +123,8 @@ def load_weights(
     """Loads `weights` and other state on every rank; a collective call.
 
     Args:
-        model: its parameters and buffers are overwritten.
+        model: its parameters and buffers are overwritten. Each plain weight of a quantized layer is
+            quantized when it is read.
         reader: provides each process with the values.
         weights: from `reader.read`, completed by the model's tensors that stay.
         extra: non-tensor state from `reader.read`.
@@ -131,11 +133,18 @@ def load_weights(
     # copies, because a module may keep the objects it receives
     received = reader.tree({**extra, **others})
     state = model.net.state_dict()
+    layers = quantized_weights(model.net)
+    replaced = set(stored_names(layers, weights.keys() & layers.keys()))
+    weights = {name: value for name, value in weights.items() if name not in replaced}
     local_weights = {name: value for name, value in weights.items() if not value.is_meta}
     has_files = reader.shared or model.world.is_main
     if has_files:
         model.load_state_dict({**weights, **received})
-    for name, whole in reader.sent(local_weights, state, received):
-        state[name].copy_(whole)
+    placeholders = {name: layer.placeholder for name, layer in layers.items()}
+    for name, whole in reader.sent(local_weights, {**state, **placeholders}, received):
+        if name in layers:
+            layers[name].load_weight(whole)
+        else:
+            state[name].copy_(whole)
     if not has_files:
         model.load_state_dict({**state, **received})  # for modules with load hooks

@@ -21,7 +21,7 @@ from hybridtrain._base.torch_private import compiled_module, has_hooks
 from hybridtrain.errors import ConfigError, SplitError, phrase, setting
 from hybridtrain.graph.call_signature import arguments_of
 
-# A module with more than this share of a model's parameters is opened.
+# A module with more than this share of the bytes of a model's parameters is opened.
 LARGE_SHARE = 1 / 8
 
 

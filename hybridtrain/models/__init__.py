@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     from hybridtrain.models.basicnet import basicnet
     from hybridtrain.models.gpt import gpt
     from hybridtrain.models.lora import lora as lora
+    from hybridtrain.models.quantized import quantize as quantize
     from hybridtrain.models.timm_models import timm_model
     from hybridtrain.models.torchvision_models import torchvision_model
     from hybridtrain.models.transformer import transformer
     from hybridtrain.models.transformers_models import transformers_model
 
-WRAPPERS = {"lora": "hybridtrain.models.lora:lora"}
+WRAPPERS = {
+    "quantize": "hybridtrain.models.quantized:quantize",
+    "lora": "hybridtrain.models.lora:lora",
+}
 """Functions that change a model after its creation, in this order, by the key of `model`; each as
 `module:function`."""
 

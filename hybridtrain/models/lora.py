@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from numbers import Real
@@ -19,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hybridtrain._base.adapter import put_adapter
-from hybridtrain.errors import ConfigError, argument, check_choice, closest, setting
+from hybridtrain.errors import ConfigError, argument, check_choice, closest, phrase, setting
+from hybridtrain.models.quantized import QuantizedLinear, without_dequantizing
 
 INITS: dict[str, bool | str] = {
     "default": True,
@@ -103,7 +105,9 @@ def lora(
         init_lora_weights=INITS[init],
         task_type=next((t for end, t in _TASKS.items() if type(net).__name__.endswith(end)), None),
     )
-    with warnings.catch_warnings():
+    # only DoRA needs the values of the base
+    formats_alone = nullcontext() if dora else without_dequantizing()
+    with warnings.catch_warnings(), formats_alone:
         # fan_in_fan_out follows from the layers
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
         try:
@@ -156,8 +160,13 @@ class LoraAdapter:
             magnitudes[_ADAPTER] = magnitude
 
     def merged(self, net: nn.Module) -> nn.Module:
-        """Returns the base with W + alpha / rank B A instead of W, and the trained modules."""
+        """Returns the base with W + alpha / rank B A instead of W, and the trained modules.
+
+        Quantized weights are dequantized.
+        """
         for name, module in [*_layers(net)]:
+            if isinstance(module.base_layer, QuantizedLinear):
+                module.base_layer = module.base_layer.plain()
             module.merge()
             net.set_submodule(name, module.get_base_layer())
         for name, module in [*_saved_whole(net)]:
@@ -238,7 +247,25 @@ def _whole_modules(net: nn.Module, names: Sequence[str] | None) -> list[str]:
     names = [names] if isinstance(names, str) else [*names]
     for name in names:
         _check_name("modules_to_save", name, net, [name for name, _ in net.named_children()])
+        _check_not_quantized(name, net)
     return names
+
+
+def _check_not_quantized(name: str, net: nn.Module) -> None:
+    """Refuses to train modules as a whole that have quantized weights."""
+    quantized = {
+        name if part == module else part.rpartition(".")[2]: layer.kind
+        for module in _matching(net, name)
+        for part, layer in net.get_submodule(module).named_modules(prefix=module)
+        if isinstance(layer, QuantizedLinear)
+    }
+    if quantized:
+        kind, keep = next(iter(quantized.values())), ", ".join(quantized)
+        way_out = phrase("pass keep= to quantize", kind=kind, keep=keep)
+        raise ConfigError(
+            f"{setting('modules_to_save', name)}: the weights of {keep} are quantized, so they "
+            f"cannot be trained: {way_out}"
+        )
 
 
 def _check_name(key: str, name: str, net: nn.Module, examples: Sequence[str]) -> None:

@@ -38,8 +38,8 @@ class Objective:
     """The quantity that the partitioner balances across stages.
 
     Attributes:
-        unit: the unit of size: number of `layers`, number of `parameters`, or `costs` (times and
-            bytes).
+        unit: the unit of size: number of `layers`, bytes of `weights` with their gradients and
+            optimizer state, or `costs` (times and bytes).
         memory_weight: for `costs`, the weight of memory against time: 0 balances only time, 1 only
             memory.
         memory_limit: for `costs`, the most bytes per device; a tuple: of each stage's device. With
@@ -49,10 +49,10 @@ class Objective:
         stages_per_device: the number of stages per device, which share its limit equally, even if
             a small stage would leave space for a large one.
         speeds: the relative speed of each stage's device; empty: all are equal. Layers,
-            parameters and times count less on a faster device.
+            weights and times count less on a faster device.
     """
 
-    unit: Literal["layers", "parameters", "costs"] = "costs"
+    unit: Literal["layers", "weights", "costs"] = "costs"
     memory_weight: float = 0.0
     memory_limit: float | tuple[float, ...] = INFINITY
     recomputes: bool = False
@@ -69,7 +69,7 @@ class Objective:
         split = str(options.split)
         speeds = by_stage(options, options.device_speeds)
         if split in ("uniform", "size"):
-            return cls("layers" if split == "uniform" else "parameters", speeds=speeds)
+            return cls("layers" if split == "uniform" else "weights", speeds=speeds)
         if split not in MEASURED_SPLITS:
             close = closest(split, SPLITS)
             hint = f"did you mean {close!r}? There are" if close else "use"
@@ -183,7 +183,7 @@ def stage_tables(
         for table, memory, limit in zip(tables, memories, goal.stage_limits(stages), strict=True):
             table[memory > limit] = INFINITY
     else:
-        sizes = [1 if goal.unit == "layers" else cost.parameters for cost in costs]
+        sizes = [1 if goal.unit == "layers" else cost.weight_bytes for cost in costs]
         tables = [range_sums(sizes) / speed for speed in speeds]
     for table in tables:
         table[list(no_cut_before)] = INFINITY  # no stage begins here, so none ends here

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._base.skip import popped_by, skip_scope, stashed_by
-from hybridtrain._base.tensors import bytes_of_module
+from hybridtrain._base.tensors import byte_size, bytes_of_module
 from hybridtrain._base.torch_private import FakeTensorMode
 from hybridtrain.errors import ConfigError, SplitError
 from hybridtrain.graph import (
@@ -388,4 +388,4 @@ class _Recorder(TorchFunctionMode):
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(byte_size(parameter) for parameter in module.parameters())

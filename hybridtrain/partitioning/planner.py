@@ -126,8 +126,9 @@ def balance_by_time(net: nn.Module, example_inputs: Any, stages: int) -> list[in
 
 
 def balance_by_size(net: nn.Module, stages: int, example_inputs: Any = None) -> list[int]:
-    """Returns the number of layers of each stage that balances the number of parameters.
+    """Returns the number of layers of each stage that balances their bytes.
 
+    Those are the bytes of weights, gradients and optimizer state.
     A model other than an `nn.Sequential` needs `example_inputs`.
     """
     owners = StageOwners.of_cpus(stages)

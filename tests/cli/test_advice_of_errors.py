@@ -17,7 +17,7 @@ import pytest
 import yaml
 from support.advice import advice_in
 from support.launch import SMALL
-from support.small_hub import write_bert, write_chats, write_llama, write_reviews
+from support.small_hub import write_bert, write_chats, write_gpt2, write_llama, write_reviews
 
 from hybridtrain.cli import main
 
@@ -109,6 +109,14 @@ def llama_without_template() -> None:
     write_llama(Path("llama"), layers=1)
     write_chats(Path("chats.jsonl"), 12)
     Path("llama/chat_template.jinja").rename("my.jinja")
+
+
+def chats(write: Callable[[Path], object]) -> Callable[[], None]:
+    def files() -> None:
+        write(Path("llama"))
+        write_chats(Path("chats.jsonl"), 12)
+
+    return files
 
 
 def config_of_the_run(text: str) -> Callable[[], object]:
@@ -245,6 +253,11 @@ TRIED = [
          setup=bert_without_tokenizer),
     Case("have different separators: read one of them", (*TEXTS, "data.path=both"),
          (("data.separator=';'",),), setup=tables_with_two_separators),
+    Case("freezes the layers that it quantizes", (*CHATS, "model.quantize=nf4",
+         "model.lora=null"), (("model.lora=true",), ("model.quantize=null",)),
+         setup=chats(write_llama)),
+    Case("has no linear layer to quantize", (*CHATS, "model.quantize=nf4"),
+         removed=("model.quantize=nf4",), setup=chats(write_gpt2)),
     Case("both set the warm-up",
          (*SMALL, "run_name=new", "lr_schedule.warmup_steps=2", "lr_schedule.warmup_share=0.5"),
          (("lr_schedule.warmup_steps=0",), ("lr_schedule.warmup_share=0",))),

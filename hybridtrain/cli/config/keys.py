@@ -38,6 +38,7 @@ NAMING = Naming(
         **KEYS,
         "loader.timeout_s": "data.timeout_s",
         "lora.modules_to_save": "model.lora.modules_to_save",
+        "quantize": "model.quantize",
         "loss_fn": "trainer.loss",
     },
     value=_yaml,
@@ -45,6 +46,7 @@ NAMING = Naming(
         "start a new run": "set another run_name",
         "start a new run in another directory": "set another run_name",
         "pass strict=False": "set 'init_from={{path: {source}, strict: false}}'",
+        "pass keep= to quantize": "set 'model.quantize={{kind: {kind}, keep: [{keep}]}}'",
         "pass prefix=": "set 'init_from={{path: {source}, prefix: {prefix}}}'",
     },
 )

@@ -40,7 +40,7 @@ WARMUP_KEYS = ("warmup_steps", "warmup_share")
 """The keys of `lr_schedule` that set the warm-up; the others are arguments of the schedule."""
 
 
-WRAPPER_KEYS = ("lora",)
+WRAPPER_KEYS = ("quantize", "lora")
 """The keys of `model` that wrap the model (`hybridtrain.models.WRAPPERS`); the others are arguments
 of the `_target_`."""
 
@@ -407,7 +407,7 @@ class Config:
     model: dict[str, Any] = field(default_factory=dict)
     """The model's `_target_` and arguments; a null argument takes its value from the data set.
     `lora`, true or a mapping such as `{rank: 16, targets: [q_proj, v_proj]}`, trains an adapter on
-    frozen weights."""
+    frozen weights, and `quantize`, `nf4` or `int8`, keeps these in 4 or 8 bits."""
     data: dict[str, Any] = field(
         default_factory=lambda: {name: getattr(LoaderOptions, name) for name in LOADER_OPTIONS}
     )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain import observe
+from hybridtrain._base.construction import construct_without
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.names import check_name
@@ -38,6 +39,7 @@ from hybridtrain.loss import (
 )
 from hybridtrain.model import HybridModel
 from hybridtrain.models import WRAPPERS, loss_of_model
+from hybridtrain.models.quantized import quantized_weights
 from hybridtrain.observe import TRACKERS
 from hybridtrain.options import PipelineOptions
 from hybridtrain.step import (
@@ -60,7 +62,7 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
 
     Raises:
         ConfigError: the target is not allowed or does not return a module, it does not accept a
-            key, or a size is too small for the data.
+            key, a size is too small for the data, or nothing would be trained.
     """
     for name in ("num_classes", "vocab_size", "max_len", "seq_len", "pad_index"):
         value, of_data = config.model.get(name), data.metadata.get(name)
@@ -73,17 +75,33 @@ def build_model(config: Config, data: DataSplits) -> nn.Module:
                 + (f"is padded with {of_data}" if is_padding else f"needs {of_data}")
                 + f": remove model.{name}= to take it from the data"
             )
-    net = instantiate.build(
-        "model",
-        config.model,
-        nn.Module,
-        config.allow_targets,
-        defaults=data.metadata,
-        ignore=WRAPPER_KEYS,
-    )
-    for name, path in WRAPPERS.items():
-        if (chosen := config.model.get(name)) not in (None, False):
-            net = _wrapped(net, f"model.{name}", resolve_name(path), chosen)
+
+    def build() -> nn.Module:
+        return instantiate.build(
+            "model",
+            config.model,
+            nn.Module,
+            config.allow_targets,
+            defaults=data.metadata,
+            ignore=WRAPPER_KEYS,
+        )
+
+    def wrapped(net: nn.Module, name: str) -> nn.Module:
+        wrap = resolve_name(WRAPPERS[name])
+        return _wrapped(net, f"model.{name}", wrap, config.model[name])
+
+    chosen = [name for name in WRAPPERS if config.model.get(name) not in (None, False)]
+    if chosen == ["quantize"]:
+        raise ConfigError(
+            "model.quantize freezes the layers that it quantizes: set model.lora=true to train an "
+            "adapter, or model.quantize=null"
+        )
+    if "quantize" in chosen and config.init_from is not None:  # loading gives them their values
+        net = construct_without(build, lambda net: quantized_weights(wrapped(net, "quantize")))
+    else:
+        net = build()
+    for name in chosen:
+        net = wrapped(net, name)
     return net
 
 
@@ -93,9 +111,15 @@ def _wrapped(net: nn.Module, key: str, wrap: Callable[..., nn.Module], chosen: A
     Raises:
         ConfigError: a setting is unknown, or the wrapper rejects it.
     """
-    names = list(inspect.signature(wrap).parameters)[1:]
+    _, first, *others = inspect.signature(wrap).parameters.values()
+    names = [parameter.name for parameter in (first, *others)]
+    if isinstance(chosen, str) and isinstance(first.default, str):
+        with naming({first.name: key}):
+            return wrap(net, chosen)
     if chosen is not True and not isinstance(chosen, Mapping):
-        raise ConfigError(f"{key}={chosen} must be true, or a mapping such as {{{names[0]}: 8}}")
+        raise ConfigError(
+            f"{key}={chosen} must be true, or a mapping such as {{{first.name}: {first.default}}}"
+        )
     settings: Mapping[str, Any] = {} if chosen is True else chosen
     for name in settings:
         if name not in names:

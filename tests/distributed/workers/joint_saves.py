@@ -6,11 +6,12 @@ import sys
 import tempfile
 import threading
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.checkpoint_files import tensors_in
 from support.launch import Cells
 from support.nets import CLASSES, classification
@@ -24,6 +25,7 @@ from hybridtrain.checkpoint import restore_checkpoint as restore
 from hybridtrain.checkpoint import save_checkpoint as save
 from hybridtrain.checkpoint import store as store_module
 from hybridtrain.errors import CheckpointError
+from hybridtrain.models import quantize
 
 torch.set_num_threads(1)
 cells = Cells()
@@ -230,6 +232,31 @@ def _init_from(world):
             assert not report.missing
             for name, parameter in other.named_parameters():
                 assert torch.equal(parameter, expected[name]), name
+
+
+@cells.add("each process quantizes the weights of its own stages, read by itself or sent")
+def _quantized(world):
+    if find_spec("bitsandbytes") is None:
+        return
+
+    def build(seed):
+        torch.manual_seed(seed)
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, CLASSES))
+
+    expected = quantize(build(9), "int8").state_dict()
+    with shared_folder(world) as folder:
+        path = folder / "base.safetensors"
+        world.on_main(lambda: save_file(build(9).state_dict(), path))
+        for reads_itself in (True, False):
+            across = World.from_env(2, "cpu", timeout_s=60, engine="distributed")
+            model = HybridModel.construct(lambda: quantize(build(5), "int8"), across, split=[2, 2])
+            with forced(same_files=reads_itself):
+                init_from(model, path)
+            values = {n: v for n, v in model.net.state_dict().items() if not v.is_meta}
+            mine = {name.partition(".")[0] for name in values}
+            assert mine == ({"0", "1"} if across.pipeline_rank == 0 else {"2", "3"})
+            for name, value in values.items():
+                assert torch.equal(value, expected[name]), name
 
 
 @cells.add("a save in the background has the state of its step, of every process")

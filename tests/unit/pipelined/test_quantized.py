@@ -1,18 +1,20 @@
 """Layers with quantized weights, which stay as they are, under trained adapters.
 
-The classes are built as bitsandbytes builds its own: parameters whose scales are attributes.
+They are those of bitsandbytes, or classes built as its own: parameters whose scales are attributes.
 """
 
 import copy
 
 import pytest
 import torch
+from support.compare import cpu_world
 from support.hf import Texts, llama, padded
 from torch import nn
 from torch.nn import functional as F
 
-from hybridtrain import pipelined
-from hybridtrain.errors import ConfigError
+from hybridtrain import HybridModel, pipelined
+from hybridtrain.checkpoint import CheckpointStore, save_checkpoint
+from hybridtrain.errors import CheckpointError, ConfigError
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -85,3 +87,42 @@ def test_quantized_weights_on_a_gpu_are_not_moved():
     ):
         pipelined(model, nb_part=2)
     pipelined(model, nb_part=1)
+
+
+def in_4_bits():
+    """A model as `from_pretrained` makes it with `load_in_4bit=True`, with an adapter."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = llama()
+    for name, layer in [*model.named_modules()]:
+        if type(layer) is nn.Linear and name != "lm_head":
+            weight = bitsandbytes.nn.Params4bit(layer.weight.data, quant_type="nf4").to("cpu")
+            made = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, bias=False)
+            made.weight = weight
+            model.set_submodule(name, made)
+    torch.manual_seed(1)
+    settings = {"target_modules": "all-linear", "lora_dropout": 0.0, "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, **settings))
+
+
+def test_layers_of_bitsandbytes_train_on_after_an_evaluation():
+    expected = gradients(in_4_bits())
+    model = pipelined(in_4_bits(), nb_part=2, chunks=3)
+    model.eval()
+    with torch.no_grad():
+        model(**padded([Texts()[i] for i in range(6)]), use_cache=False)
+    torch.testing.assert_close(gradients(model.train()), expected)
+
+
+def test_layers_of_bitsandbytes_that_were_repacked_before_are_refused():
+    model = in_4_bits()
+    layer = model.get_submodule("base_model.model.model.layers.3.mlp.up_proj.base_layer")
+    layer.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ConfigError, match=r"layers\.3\.mlp\.up_proj.*load the model again"):
+        HybridModel(model, cpu_world(2))
+
+
+def test_a_checkpoint_that_bitsandbytes_could_not_load_is_not_saved(tmp_path):
+    inputs = padded([Texts()[i] for i in range(6)])
+    model = HybridModel(in_4_bits(), cpu_world(2), chunks=3, example_inputs=inputs)
+    with pytest.raises(CheckpointError, match=r"q_proj\.base_layer\.weight.*models\.quantize"):
+        save_checkpoint(CheckpointStore(tmp_path), 1, model, None, {}, {})
