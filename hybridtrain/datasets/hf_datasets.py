@@ -711,6 +711,11 @@ def _start(tokenizer: Any, name: str, token: str | None, model: str | None) -> i
         raise DataError(
             f"{setting('tokenizer', name)} has no padding token: set {argument('decoder_start')}"
         )
+    if not isinstance(token, str):  # a token in brackets is read as a list
+        raise DataError(
+            f"{setting('decoder_start', token)} must be a text: quote the token, as in "
+            f"'{argument('decoder_start')}\"[CLS]\"'"
+        )
     if token not in tokenizer.get_vocab():
         raise DataError(
             f"{setting('decoder_start', token)} is not a token of {setting('tokenizer', name)}"
