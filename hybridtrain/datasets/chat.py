@@ -455,6 +455,10 @@ class Conversations(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._chats)
 
+    def lengths(self) -> list[int]:
+        """Returns the number of tokens of each conversation."""
+        return [len(chat.ids) for chat in self._chats]
+
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
         inputs, labels = _shifted(self._chats[index])
         return {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}, labels

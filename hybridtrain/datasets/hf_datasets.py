@@ -431,6 +431,11 @@ class Encoded(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.item(self.samples[index])
 
+    def lengths(self) -> Tensor:
+        """Returns the number of characters of each sample's texts, or of its words."""
+        columns = [[len(text or ()) for text in self.samples[column]] for column in self.texts]
+        return torch.tensor(columns, dtype=torch.int64).sum(0)
+
     def describe(self, index: int) -> dict[str, Any]:
         """Returns the id and the texts of a sample; `predict` writes them next to the result."""
         sample = self.samples[index]

@@ -9,6 +9,7 @@ captures             by calling a copy of the loss
 replayed_draws       with the same random numbers
 metrics              the metrics of an evaluation
 class_metrics        classification metrics by name, from torchmetrics
+text_metrics         metrics of generated texts by name
 """
 
 from hybridtrain.loss.by_name import (
@@ -47,6 +48,7 @@ from hybridtrain.loss.proof import (
     OutputProof,
     is_of_model,
 )
+from hybridtrain.loss.text_metrics import OfTexts, check_number_of_tokens
 from hybridtrain.loss.transformers_counts import count_of_output
 from hybridtrain.loss.weights import (
     BatchWeight,
@@ -69,6 +71,7 @@ __all__ = [
     "Metric",
     "MicrobatchCounts",
     "ModelLossProof",
+    "OfTexts",
     "OutputProof",
     "SeenLosses",
     "ShareLoss",
@@ -77,6 +80,7 @@ __all__ = [
     "accuracy",
     "balanced_weights",
     "check_metric",
+    "check_number_of_tokens",
     "check_reported",
     "count_of_output",
     "cross_entropy",
