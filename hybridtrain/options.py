@@ -289,6 +289,10 @@ class LoaderOptions:
     first_batches: int | None = None
     """Train on the first batches only, this many of them, for debugging: with 1, a working model
     overfits them; None: all batches."""
+    group_by_length: bool = False
+    """Make training batches of samples of similar length, so that less is padded. The data set
+    needs a method `lengths()`, as `data=datasets` and `data=chat` without packing have; the order
+    still depends only on the seed, the epoch and the batch size."""
     collate: Callable[[Any], Any] | None = None
     """Collates a list of samples into a batch; None: torch's `default_collate`."""
 
@@ -304,7 +308,7 @@ class LoaderOptions:
             raise ConfigError(
                 f"{setting('first_batches', self.first_batches)} must be a number, 1 or more"
             )
-        for name in ("drop_last", "divided"):
+        for name in ("drop_last", "divided", "group_by_length"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"{setting(name, getattr(self, name))} must be true or false")
         if type(self.timeout_s) not in (int, float) or self.timeout_s <= 0:

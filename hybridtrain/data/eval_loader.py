@@ -30,10 +30,11 @@ class EvalLoader:
         options: how to load batches.
         inputs_alone: True if the data set yields inputs without targets, for `predict`.
         classes: the class names in index order, used to name the values of per-class metrics.
+        tokenizer: decodes generated tokens, for metrics and samples of texts.
 
     Attributes:
         dataset: the data set.
-        classes: as passed.
+        classes, tokenizer: as passed.
         samples: the number of samples of this copy of the model; None if it is unknown.
 
     Raises:
@@ -50,10 +51,12 @@ class EvalLoader:
         options: LoaderOptions | None = None,
         inputs_alone: bool = False,
         classes: Sequence[str] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         check_batch_size(batch_size)
         self.dataset = dataset
         self.classes = classes
+        self.tokenizer = tokenizer
         self._batch_size = max(1, batch_size // world.logical_replicas)
         self._world = world
         self._options = options or LoaderOptions()

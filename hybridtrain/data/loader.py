@@ -2,7 +2,8 @@
 
 The order of an epoch is a permutation of the whole data set that depends only on (seed, epoch). The
 loader splits it into global batches, and each global batch into one share per replica, equal unless
-`world.replica_shares` is set. So an optimizer step has the same samples for any number of
+`world.replica_shares` is set. With `group_by_length`, the permutation is rearranged within pools of
+batches (`grouped`). So an optimizer step has the same samples for any number of
 replicas, and every replica takes the same number of steps. Only the loader tracks where a run is in
 its data: `Loader.position` advances when a batch is handed out, not when it is fetched.
 
@@ -33,9 +34,12 @@ from hybridtrain._base.shares import Share, Shares
 from hybridtrain._base.values import leaves_of
 from hybridtrain.data.fetch import Request, fetch, name_of
 from hybridtrain.data.same_data import check_same_data
-from hybridtrain.errors import BatchError, DataError, setting
+from hybridtrain.errors import BatchError, CheckpointError, DataError, setting
 from hybridtrain.options import LoaderOptions, check_batch_size, with_settings
 from hybridtrain.world import World
+
+# The number of batches whose samples are sorted by length together, as in transformers.
+_POOL = 50
 
 if TYPE_CHECKING:
     from hybridtrain.loss import BatchWeight, LossFn
@@ -280,15 +284,26 @@ class Loader:
             "batch": self.batch,
             "batch_size": self.batch_size,
             "source": source,
+            **({"grouped": True} if self.options.group_by_length else {}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a `state_dict`; with another batch size, at the batch with its sample.
 
         Raises:
-            CheckpointError: the data set's states are for other numbers of replicas or workers.
+            CheckpointError: the data set's states are for other numbers of replicas or workers, or
+            the epoch has another order, see `grouped`.
         """
         sample = state_dict["batch"] * state_dict["batch_size"]
+        is_grouped, groups = state_dict.get("grouped", False), self.options.group_by_length
+        same_size = state_dict["batch_size"] == self.batch_size
+        if sample and (is_grouped != groups or (groups and not same_size)):
+            raise CheckpointError(
+                f"the checkpoint is {state_dict['batch']} batches into an epoch in an order that "
+                f"depends on {setting('group_by_length', is_grouped)} and "
+                f"{setting('batch_size', state_dict['batch_size'])}: resume with these, or change "
+                f"them at the end of an epoch"
+            )
         self.seek(state_dict["epoch"], sample)
         source: Any = state_dict["source"]
         if source is None or not self.has_state:
@@ -340,10 +355,14 @@ class TrainLoader(Loader):
             seed=self._seed,
             drop_last=self.options.drop_last,
             first_batches=self.options.first_batches,
+            group_by_length=self.options.group_by_length,
             replica_shares=world.replica_shares,
         )
         self.samples = first_samples(len(dataset), batch_size, self.options)
         self.batches_per_epoch = batches_in(self.samples, batch_size, self.options)
+        self._lengths: Tensor | None = None
+        if self.options.group_by_length:
+            self._lengths = _lengths_of(dataset, self._shuffle)[: self.samples]
         self._shares_of = cache(partial(shares_in, world=world))  # all batches but one are equal
         if self.batches_per_epoch == 0:
             raise DataError(
@@ -376,12 +395,19 @@ class TrainLoader(Loader):
                 yield Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch), total, shares
             first = 0
 
+    def _order(self, epoch: int) -> Tensor:
+        """Returns the indices of the samples of an epoch."""
+        order = permutation(self.samples, self._seed, epoch)
+        if self._lengths is None:
+            return order
+        return grouped(order, self._lengths, self.batch_size, self._seed, epoch)
+
     def _requests(self, start: Position) -> Iterator[Request]:
         """Yields the requests for the batches of this process, ahead of their use."""
         epoch, order = -1, torch.arange(self.samples)
         for position, _, shares in self._plan(start):
             if self._shuffle and position.epoch != epoch:
-                epoch, order = position.epoch, permutation(self.samples, self._seed, position.epoch)
+                epoch, order = position.epoch, self._order(position.epoch)
             first = (position.batch - 1) * self.batch_size
             for share in shares:
                 # a replica without samples gets the batch's first sample
@@ -459,6 +485,48 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     # An odd multiplier keeps neighboring seeds from sharing the orders of neighboring epochs.
     generator.manual_seed((seed * 0x9E3779B97F4A7C15 + epoch) & 0x7FFF_FFFF_FFFF_FFFF)
     return torch.randperm(samples, generator=generator)
+
+
+def grouped(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
+    """Returns the order of an epoch with samples of similar length in each batch.
+
+    It sorts pools of 50 batches by length and cuts them into batches, whose order is drawn anew. An
+    incomplete last batch keeps its samples, which the permutation has drawn.
+
+    Args:
+        order: the permutation of the epoch.
+        lengths: the length of each sample of the data set.
+        batch_size: the number of samples of a global batch.
+        seed: as in `permutation`.
+        epoch: as in `permutation`.
+    """
+    count = len(order) // batch_size
+    pools = order[: count * batch_size].split(_POOL * batch_size)
+    batches = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools] or [order[:0]])
+    # negative epochs: other numbers than those of any permutation of samples
+    turns = permutation(count, seed, -1 - epoch)
+    return torch.cat(
+        [batches.view(count, batch_size)[turns].flatten(), order[count * batch_size :]]
+    )
+
+
+def _lengths_of(dataset: Any, shuffle: bool) -> Tensor:
+    """Returns the lengths of all samples, int64 of shape (samples,).
+
+    Raises:
+        DataError: the data set does not tell them, or the order is fixed.
+    """
+    if not shuffle or not callable(getattr(dataset, "lengths", None)):
+        problem = (
+            f"{name_of(dataset)} has no method lengths()"
+            if shuffle
+            else f"{setting('shuffle', False)} keeps the order of the data set"
+        )
+        raise DataError(
+            f"{setting('group_by_length', True)}: {problem}: set "
+            f"{setting('group_by_length', False)}"
+        )
+    return torch.as_tensor(dataset.lengths())
 
 
 def next_step(stream: Iterator[Batch], count: int) -> list[Batch]:

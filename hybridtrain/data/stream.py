@@ -151,6 +151,11 @@ class StreamLoader(AgreedLoader):
 
     def __init__(self, dataset: Any, batch_size: int, world: World, **settings: Any) -> None:
         super().__init__(dataset, batch_size, world, **settings)
+        if self.options.group_by_length:
+            raise DataError(
+                f"{setting('group_by_length', True)} needs a data set with access by index, and "
+                f"{name_of(dataset)} is a stream: set {setting('group_by_length', False)}"
+            )
         if not hasattr(dataset, "__iter__"):
             raise DataError(
                 f"{name_of(dataset)} is not a data set: it needs `__getitem__` and `__len__`, or "

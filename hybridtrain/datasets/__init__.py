@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hybridtrain.datasets.mnist import mnist
     from hybridtrain.datasets.python_source import python_source
     from hybridtrain.datasets.standard_input import STANDARD_INPUT
+    from hybridtrain.datasets.table import table
     from hybridtrain.datasets.text_files import text_files
     from hybridtrain.datasets.token_files import token_files
 
@@ -38,6 +39,7 @@ __all__ = [
     "imdb",
     "mnist",
     "python_source",
+    "table",
     "text_files",
     "token_files",
 ]

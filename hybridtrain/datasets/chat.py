@@ -79,6 +79,7 @@ def chat(
     eval_path: str | None = None,
     eval_share: float = 0.05,
     split_seed: int = 0,
+    separator: str | None = None,
     messages: str = MESSAGES,
     tools: str | None = TOOLS,
     chat_template: str | None = None,
@@ -107,13 +108,14 @@ def chat(
     of tokens of the longest sample.
 
     Args:
-        path: a file (.json, .jsonl, .parquet, .arrow; the text formats also with .gz), a pattern, a
-            folder, or a name on the Hub, as in `hf_datasets`.
+        path: a file (.json, .jsonl, .parquet, .arrow, or .csv of texts in columns; also with .gz,
+            except Parquet and Arrow), a pattern, a folder, or a name on the Hub; see `hf_datasets`.
         tokenizer: a tokenizer folder, a `tokenizer.json`, or a name on the Hub.
         eval_path: the path of the evaluation split, like `path`; None: a split of `path`, or a
             held-out share of it.
         eval_share: the share to hold out if there is no evaluation split, 0 to 1.
         split_seed: the seed for choosing held-out samples.
+        separator: of CSV and TSV files with texts in columns, see `hf_datasets`.
         messages: the column of the messages; without a column `messages`, the other formats are
             tried.
         tools: the column of the tools that the model may call, as a list or as JSON text; the
@@ -135,7 +137,9 @@ def chat(
     check_at_least_1(max_len=max_len)
     check_share(eval_share)
     tok = _chat_tokenizer(tokenizer, chat_template)
-    files = SampleFiles(path, None, eval_path, "train", None, eval_share, split_seed)
+    files = SampleFiles(
+        *(path, None, eval_path, "train", None, eval_share, split_seed), separator=separator
+    )
     source = files.read({messages: "messages"}, blank_targets=True)
     render = _Renderer(tok, learn == "all", messages)
     chats, notes = {}, []
@@ -454,6 +458,10 @@ class Conversations(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self._chats)
+
+    def lengths(self) -> list[int]:
+        """Returns the number of tokens of each conversation."""
+        return [len(chat.ids) for chat in self._chats]
 
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
         inputs, labels = _shifted(self._chats[index])

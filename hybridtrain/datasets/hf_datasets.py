@@ -431,6 +431,11 @@ class Encoded(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.item(self.samples[index])
 
+    def lengths(self) -> Tensor:
+        """Returns the number of characters of each sample's texts, or of its words."""
+        columns = [[len(text or ()) for text in self.samples[column]] for column in self.texts]
+        return torch.tensor(columns, dtype=torch.int64).sum(0)
+
     def describe(self, index: int) -> dict[str, Any]:
         """Returns the id and the texts of a sample; `predict` writes them next to the result."""
         sample = self.samples[index]
@@ -710,6 +715,11 @@ def _start(tokenizer: Any, name: str, token: str | None, model: str | None) -> i
             return int(tokenizer.pad_token_id)
         raise DataError(
             f"{setting('tokenizer', name)} has no padding token: set {argument('decoder_start')}"
+        )
+    if not isinstance(token, str):  # a token in brackets is read as a list
+        raise DataError(
+            f"{setting('decoder_start', token)} must be a text: quote the token, as in "
+            f"'{argument('decoder_start')}\"[CLS]\"'"
         )
     if token not in tokenizer.get_vocab():
         raise DataError(

@@ -26,9 +26,18 @@ from hybridtrain.datasets.mixup import MixedUp
 from hybridtrain.datasets.split_names import check_classes, class_numbers, listed, split_of
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
 from hybridtrain.errors import DataError, argument, setting
+from hybridtrain.models.image_processors import (
+    Processed,
+    normalisation,
+    processor_of,
+    sized,
+)
 
 # The size to resize to before the center crop in evaluation: 256 for a crop of 224.
 _RESIZED = 256 / 224
+
+# Pixels per side, unless the model's image processor says otherwise.
+_DEFAULT_SIZE = 224
 
 
 class Images(Dataset[Any]):
@@ -86,27 +95,31 @@ class UnlabelledImages(Dataset[Any]):
 
 def only_to_predict(
     metadata: Mapping[str, Any],
-    image_size: int = 224,
+    image_size: int | None = None,
     classes: list[str] | None = None,
     predict_path: str | None = None,
+    model_source: str | None = None,
     **of_training: Any,
 ) -> DataSplits:
     """Returns only the images of `predict_path`; see `for_trained_models`."""
     to_predict = None
     notes: list[str] = []
-    if predict_path is not None:
-        transform = image_transform(image_size)
-        files, notes = _files_to_predict(predict_path)
-        to_predict = UnlabelledImages(files, transform)
-    facts = image_metadata(image_size) | ({"classes": classes} if classes is not None else {})
+    facts: dict[str, Any] = {}
+    if "image_mean" not in metadata or image_size not in (None, metadata["image_size"]):
+        facts = image_metadata(image_size, model_source)
+    if classes is not None:
+        facts |= {"classes": classes}
     metadata = {**metadata, **facts}
+    if predict_path is not None:
+        files, notes = _files_to_predict(predict_path)
+        to_predict = UnlabelledImages(files, image_transform(metadata))
     return DataSplits(train=(), eval=None, predict=to_predict, metadata=metadata, notes=notes)
 
 
 @for_trained_models(only_to_predict)
 def image_folder(
     root: str | Path = "data",
-    image_size: int = 224,
+    image_size: int | None = None,
     augment: bool = True,
     rand_augment: int | None = None,
     mixup: float = 0.0,
@@ -115,6 +128,7 @@ def image_folder(
     stratify: bool = False,
     classes: list[str] | None = None,
     predict_path: str | None = None,
+    model_source: str | None = None,
 ) -> DataSplits:
     """Returns the images of a folder with one subfolder per class, in ImageNet's layout.
 
@@ -130,12 +144,16 @@ def image_folder(
     of `image_size` and the center is cropped, as in torchvision's reference training.
     `hybridtrain.datasets.images` describes how files are read: orientation, 16 bits, transparency.
 
+    If the model has an image processor, it prepares the images for evaluation, and training images
+    are normalized with its mean and standard deviation.
+
     Metadata: `num_classes`, `classes` (their names), `image_size`, `channels` 3, and the
-    preprocessing for evaluation: `image_resize`, `image_mean`, `image_std`.
+    preprocessing for evaluation: `image_resize`, `image_mean`, `image_std`, or the settings of the
+    model's `image_processor`.
 
     Args:
         root: the folder.
-        image_size: pixels per side.
+        image_size: pixels per side; None: that of the model's image processor, or 224.
         augment: random crops and flips in training; False: as in evaluation.
         rand_augment: the magnitude of `torchvision.transforms.v2.RandAugment`, 0 to 30, with two
             operations per image; None: off.
@@ -148,12 +166,14 @@ def image_folder(
         predict_path: images without classes, for the command `predict`: a folder, at any depth; a
             file; or `-` for paths on standard input, one per line. They are transformed as in
             evaluation.
+        model_source: the folder or name of a model of transformers, with `preprocessor_config.json`
+            perhaps; None: the model has no image processor.
 
     Raises:
         DataError: there are no images or classes, the splits have different classes, or a number is
             out of range. Reading a damaged image also raises it, with the path.
     """
-    check_image_size(image_size)
+    prepared = image_metadata(image_size, model_source)
     root = Path(root)
     splits, others = _splits_in(root)
     notes = []
@@ -200,18 +220,19 @@ def image_folder(
     notes.append(counted_by_type([path for path, _ in [*of_train, *of_eval]]))
     folders_text = " and ".join(str(folder) for folder in folders)
     notes[-1] += f" from {folders_text}"
-    plain = image_transform(image_size)
+    notes += image_notes(prepared, model_source)
+    plain = image_transform(prepared)
     to_predict = None
     if predict_path is not None:
         to_predict = UnlabelledImages(_files_to_predict(predict_path)[0], plain)
     return DataSplits(
         predict=to_predict,
-        train=training_images(of_train, image_size, augment, rand_augment, mixup, len(names)),
+        train=training_images(of_train, prepared, augment, rand_augment, mixup, len(names)),
         eval=Images(of_eval, plain) if of_eval else None,
         metadata={
             "num_classes": len(names),
             "classes": names,
-            **image_metadata(image_size),
+            **prepared,
         },
         held_out=len(folders) == 1 and bool(of_eval),
         notes=notes,
@@ -220,15 +241,9 @@ def image_folder(
     )
 
 
-def check_image_size(image_size: int) -> None:
-    """Raises a DataError unless `image_size` is a number of pixels."""
-    if image_size < 1:
-        raise DataError(f"{setting('image_size', image_size)} must be at least 1")
-
-
 def training_images(
     files: Sequence[tuple[str, int]],
-    image_size: int,
+    prepared: Mapping[str, Any],
     augment: bool,
     rand_augment: int | None,
     mixup: float,
@@ -243,24 +258,40 @@ def training_images(
         raise DataError(f"{setting('rand_augment', rand_augment)} must be between 0 and 30")
     if mixup < 0:
         raise DataError(f"{setting('mixup', mixup)} must be at least 0")
-    images = Images(files, image_transform(image_size, augment, rand_augment))
+    images = Images(files, image_transform(prepared, augment, rand_augment))
     return MixedUp(images, mixup, classes) if mixup else images
 
 
-def image_metadata(image_size: int) -> dict[str, Any]:
-    """Returns the metadata of the preprocessing for evaluation."""
+def image_metadata(image_size: int | None, model_source: str | None = None) -> dict[str, Any]:
+    """Returns the metadata of the preprocessing for evaluation; see `image_folder`.
+
+    Raises:
+        DataError: the size is not a number of pixels, or the model's processor makes no squares.
+    """
+    if image_size is not None and image_size < 1:
+        raise DataError(f"{setting('image_size', image_size)} must be at least 1")
+    processor = processor_of(model_source)
+    if processor is not None:
+        processor, side = sized(processor, image_size)
+        mean, std = normalisation(processor)
+        facts = {"image_size": side, "channels": 3, "image_mean": mean, "image_std": std}
+        return {**facts, "image_processor": processor}
+    side = image_size or _DEFAULT_SIZE
     return {
-        "image_size": image_size,
+        "image_size": side,
         "channels": 3,
-        "image_resize": _resized(image_size),
+        "image_resize": round(side * _RESIZED),  # of the smaller side, before the center crop
         "image_mean": IMAGENET_MEAN,
         "image_std": IMAGENET_STD,
     }
 
 
-def _resized(image_size: int) -> int:
-    """Returns the size of the smaller side before the center crop."""
-    return round(image_size * _RESIZED)
+def image_notes(prepared: Mapping[str, Any], model_source: str | None) -> list[str]:
+    """Returns a part of the data line about the model's image processor; [] without one."""
+    if "image_processor" not in prepared:
+        return []
+    side = prepared["image_size"]
+    return [f"{side} x {side} pixels by the image processor of {model_source}"]
 
 
 def _files_to_predict(path: str) -> tuple[list[str], list[str]]:
@@ -356,13 +387,30 @@ def _without_samples(names: Sequence[str], files: Sequence[tuple[str, int]]) -> 
     return [name for number, name in enumerate(names) if number not in used]
 
 
-def image_transform(image_size: int, augment: bool = False, rand_augment: int | None = None) -> Any:
-    """Returns the preset of torchvision's reference training, or of its evaluation."""
+def image_transform(
+    prepared: Mapping[str, Any], augment: bool = False, rand_augment: int | None = None
+) -> Any:
+    """Returns the preset of torchvision's reference training, or of its evaluation.
+
+    Args:
+        prepared: the metadata of `image_metadata`; the model's image processor replaces the preset
+            of the evaluation.
+        augment: whether to crop and flip at random.
+        rand_augment: the magnitude of RandAugment.
+    """
     from torchvision.transforms import v2
 
-    first: list[Any] = [v2.Resize(_resized(image_size)), v2.CenterCrop(image_size)]
+    side = prepared["image_size"]
+    first: list[Any] = []
     if augment:
-        first = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
+        first = [v2.RandomResizedCrop(side), v2.RandomHorizontalFlip()]
+    elif (processor := prepared.get("image_processor")) is not None:
+        as_base = Processed(processor)
+        if rand_augment is None:
+            return as_base
+        return v2.Compose([v2.RandAugment(magnitude=rand_augment), as_base])
+    else:
+        first = [v2.Resize(prepared["image_resize"]), v2.CenterCrop(side)]
     if rand_augment is not None:
         first.append(v2.RandAugment(magnitude=rand_augment))
-    return v2.Compose([*first, *normalised(IMAGENET_MEAN, IMAGENET_STD)])
+    return v2.Compose([*first, *normalised(prepared["image_mean"], prepared["image_std"])])

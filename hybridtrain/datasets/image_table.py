@@ -10,8 +10,8 @@ from hybridtrain.datasets.held_out import note_without_held_out
 from hybridtrain.datasets.hf_datasets import number_classes
 from hybridtrain.datasets.image_folder import (
     Images,
-    check_image_size,
     image_metadata,
+    image_notes,
     image_transform,
     only_to_predict,
     training_images,
@@ -26,7 +26,7 @@ def image_table(
     root: str | None = None,
     image: str = "image",
     target: str = "label",
-    image_size: int = 224,
+    image_size: int | None = None,
     augment: bool = True,
     rand_augment: int | None = None,
     mixup: float = 0.0,
@@ -38,6 +38,7 @@ def image_table(
     drop_missing: bool = False,
     classes: list[str] | None = None,
     predict_path: str | None = None,
+    model_source: str | None = None,
 ) -> DataSplits:
     """Returns the images listed in a table, with their classes.
 
@@ -50,7 +51,7 @@ def image_table(
         root: the folder of relative paths; None: the folder of the table.
         image: the column of the paths.
         target: the column of the classes.
-        image_size: pixels per side.
+        image_size: see `image_folder`.
         augment: random crops and flips in training; False: as in evaluation.
         rand_augment: see `image_folder`.
         mixup: see `image_folder`.
@@ -63,6 +64,7 @@ def image_table(
         drop_missing: whether to leave out images without a path or a class; False: an error.
         classes: the class names in index order; None: sorted.
         predict_path: see `image_folder`.
+        model_source: see `image_folder`.
 
     Raises:
         DataError: the table, a column or an image file is missing, the splits have different
@@ -70,7 +72,7 @@ def image_table(
     """
     if not path:
         raise DataError(f"{argument('path')} is not set: set it to a table of images and classes")
-    check_image_size(image_size)
+    prepared = image_metadata(image_size, model_source)
     files = SampleFiles(
         *(path, None, eval_path, "train", None, eval_share, split_seed),
         stratify=target if stratify else None,
@@ -95,16 +97,16 @@ def image_table(
         listed[split] = [
             (name, numbers[value]) for name, value in zip(names, samples[target], strict=True)
         ]
-    metadata = {"num_classes": numbering.count, **image_metadata(image_size)}
+    metadata = {"num_classes": numbering.count, **prepared}
     if numbering.names is not None:
         metadata["classes"] = numbering.names
-    alone = only_to_predict({}, image_size=image_size, predict_path=predict_path)
+    alone = only_to_predict(prepared, predict_path=predict_path)
     return DataSplits(
         predict=alone.predict,
         train=training_images(
-            listed["train"], image_size, augment, rand_augment, mixup, numbering.count
+            listed["train"], prepared, augment, rand_augment, mixup, numbering.count
         ),
-        eval=Images(listed["eval"], image_transform(image_size)),
+        eval=Images(listed["eval"], image_transform(prepared)),
         metadata=metadata,
         held_out=source.held_out,
         notes=[
@@ -113,6 +115,7 @@ def image_table(
                 if source.held_out
                 else []
             ),
+            *image_notes(prepared, model_source),
             *source.notes,
         ],
         digest=source.digest,

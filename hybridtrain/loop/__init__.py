@@ -3,6 +3,7 @@
 trainer        `Trainer`: the loop
 session        `Session`: the same step for hand-written loops
 evaluation     loss and metrics, each sample counted once
+generation     texts of a language model, for metrics and samples
 callbacks/     the hooks of a run, and one file per callback
 checkpoints    the latest checkpoint, and the one with the best evaluation
 interruption   signals, time limits, periodic saves

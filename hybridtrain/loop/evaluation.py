@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.microbatch import batch_size, merge
 from hybridtrain.data import EvalLoader
-from hybridtrain.errors import ConfigError
+from hybridtrain.errors import ConfigError, setting
 from hybridtrain.launch import Phase, activity
+from hybridtrain.loop.generation import answers, check_generates, prompts_of
 from hybridtrain.loss import (
     LossFn,
     Metric,
     MicrobatchCounts,
+    OfTexts,
     main_output,
     named_values,
 )
@@ -66,7 +69,7 @@ def evaluate(
         loss_fn: as in `HybridModel.train_step`; returns the mean over everything it counts.
         metrics: by name; each is updated with the main output (see `main_output`) and the targets,
             or with the whole output where the targets are a mapping, and synchronises itself over
-            all processes.
+            all processes. An `OfTexts` gets generated texts and their references.
         stop: called after each batch; once it returns True, the result covers the samples so far.
             Replicas may stop at different batches; the others are waited for.
         on_batch: called after each batch with the number of samples this process has evaluated.
@@ -78,8 +81,8 @@ def evaluate(
         `metric/class` for each, by the names in `data.classes` or else by number.
 
     Raises:
-        ConfigError: the loss is an NLL loss but the model returns logits, or a metric returns
-            neither a number nor one per class.
+        ConfigError: the loss is an NLL loss but the model returns logits, a metric returns neither
+            a number nor one per class, or texts cannot be generated for a metric.
     """
     model.sync_buffers()
     world, device = model.world, model.output_device
@@ -93,6 +96,8 @@ def evaluate(
         if loss.takes_log_probabilities and not done:
             LogProbabilityCheck(loss, targets, batch_size(targets)).observe(0, output)
         for name, metric in states.current.items():
+            if isinstance(metric, OfTexts):
+                continue
             with _errors_of(name):
                 whole = isinstance(targets, Mapping)  # detection models have such targets
                 metric.update(output if whole else main_output(output), targets)
@@ -108,6 +113,7 @@ def evaluate(
         for replica, (inputs, targets) in data.by_replica(model.readers):
             states.choose(replica)
             losses = model.map_outputs(inputs, targets, measure)
+            _score_texts(model, data, states.current, inputs, targets)
             size = batch_size(inputs, targets)
             done += size
             if losses:  # else the last stage is in another process
@@ -143,6 +149,36 @@ def evaluate(
             result["loss"],
         )
     return result
+
+
+def _score_texts(
+    model: HybridModel, data: EvalLoader, metrics: Mapping[str, Metric], inputs: Any, targets: Any
+) -> None:
+    """Generates a text for each sample, and updates the metrics of texts."""
+    by_length = defaultdict(list)
+    for metric in metrics.values():
+        if isinstance(metric, OfTexts):
+            by_length[metric.max_new_tokens].append(metric)
+    if not by_length:
+        return
+    if model.world.processes_per_replica > 1:
+        raise ConfigError(
+            f"metrics of generated texts need a model in one process: set "
+            f"{setting('engine', 'local')}, or remove them"
+        )
+    check_generates(model)
+    if data.tokenizer is None:
+        raise ConfigError(
+            "metrics of generated texts need the tokenizer of a model of transformers: use "
+            "data=datasets or data=chat, or pass tokenizer= to EvalLoader"
+        )
+    prompts = list(prompts_of(inputs, targets))
+    decode = partial(data.tokenizer.decode, skip_special_tokens=True)
+    references = [decode(prompt.reference).strip() for prompt in prompts]
+    for max_new_tokens, of_texts in by_length.items():
+        texts = [decode(ids).strip() for ids in answers(model, prompts, max_new_tokens)]
+        for metric in of_texts:
+            metric.update(texts, references)
 
 
 @contextmanager

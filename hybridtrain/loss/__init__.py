@@ -6,6 +6,7 @@ weights              the weights of the batches and micro-batches of a step
 transformers_counts  counts for transformers models that return their own loss
 metrics              the metrics of an evaluation
 class_metrics        classification metrics by name, from torchmetrics
+text_metrics         metrics of generated texts by name
 """
 
 from hybridtrain.loss.by_name import (
@@ -39,6 +40,7 @@ from hybridtrain.loss.metrics import (
     metric_of,
     named_values,
 )
+from hybridtrain.loss.text_metrics import OfTexts, check_number_of_tokens
 from hybridtrain.loss.transformers_counts import WAY_OUT, count_of_output
 from hybridtrain.loss.weights import (
     BatchWeight,
@@ -61,12 +63,14 @@ __all__ = [
     "MeanLoss",
     "Metric",
     "MicrobatchCounts",
+    "OfTexts",
     "ShareLoss",
     "StepWeights",
     "SumLoss",
     "accuracy",
     "balanced_weights",
     "check_metric",
+    "check_number_of_tokens",
     "check_reported",
     "copied_to_host",
     "count_of_output",

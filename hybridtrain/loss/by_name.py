@@ -25,6 +25,7 @@ from hybridtrain.loss.metrics import (
     field_of,
     main_output,
 )
+from hybridtrain.loss.text_metrics import TEXT_METRICS
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -101,10 +102,11 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "accuracy": accuracy,
     "perplexity": Perplexity,
     **{name: partial(ByClass, name) for name in KINDS},
+    **TEXT_METRICS,
 }
 """Metrics by name; the ones from `hybridtrain.loss.class_metrics` take the data's classes."""
 
-# Scores of whole texts, by the beginnings of their names.
+# Other scores of whole texts, by the beginnings of their names.
 _OF_TEXTS = ("rouge", "bleu", "sacrebleu", "chrf", "meteor", "bertscore")
 
 
@@ -116,14 +118,14 @@ def check_metric(key: str, name: Any) -> None:
         name: of the metric.
 
     Raises:
-        ConfigError: the name is unknown, or the metric compares generated texts.
+        ConfigError: the name is unknown; for another score of texts, says which there are.
     """
-    if str(name).lower().startswith(_OF_TEXTS):
+    if name not in METRICS and str(name).lower().startswith(_OF_TEXTS):
         raise ConfigError(
-            f"{setting(key, name)} compares generated texts, and an evaluation generates none: it "
-            f"predicts each token from the correct ones before it. Use accuracy or perplexity "
-            f"during training; to score texts, run `hybridtrain export format=transformers`, "
-            f"generate with transformers, and score the result (docs/export.md, 'Generate text')"
+            f"{setting(key, name)} is unknown; the metrics of generated texts are "
+            f"{' and '.join(TEXT_METRICS)}. For others, run `hybridtrain export "
+            f"format=transformers`, generate with transformers, and score the result "
+            f"(docs/export.md, 'Generate text')"
         )
     check_choice(key, name, METRICS)
 

@@ -233,7 +233,8 @@ def _check_kind_of_data(model: nn.Module, vocab_size: int | None, image_size: in
     if takes == "input_ids" and image_size is not None and vocab_size is None:
         raise ConfigError(
             f"{type(model).__name__} takes token ids, but the data set has images: choose an image "
-            f"model, with {setting('task', 'image_classification')}, or a text data set"
+            f"model ({argument('source')} or {argument('config')}), with "
+            f"{setting('task', 'image_classification')}, or a text data set"
         )
 
 

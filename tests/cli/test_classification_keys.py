@@ -60,15 +60,6 @@ def test_a_setting_that_does_not_fit_is_one_line(
         assert "trainer.label_smoothing" in said
 
 
-def test_a_metric_of_generated_texts_is_refused_and_the_way_to_score_them_named(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    said = fail(capfd, *FEW, "trainer.metrics=[accuracy,rouge]")
-    for named in ("trainer.metrics=rouge", "perplexity", "hybridtrain export format=transformers"):
-        assert named in said
-    assert len(said.splitlines()) == 1
-
-
 @pytest.mark.thorough
 def test_texts_with_several_classes_are_trained_and_predicted_by_name(
     capfd: pytest.CaptureFixture[str],

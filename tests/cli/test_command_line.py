@@ -76,6 +76,10 @@ def test_recipes_of_one_name_in_two_folders_are_two_runs() -> None:
             ],
         ),
         (["recipe=digits", "run_name='lr_${optim.lr}'", "optim.lr=1,2"], ["lr_1", "lr_2"]),
+        (
+            ["recipe=digits", "pipeline.split=['a b'],[a_b]"],
+            ["digits-split/split_a_b-209a1a3a", "digits-split/split_a_b-47708ba1"],
+        ),
         (["run_name=g/digits", "seed=1,2"], ["g-digits-seed/seed_1", "g-digits-seed/seed_2"]),
         (["run_name=g/a,g/b", "seed=1"], ["g/a", "g/b"]),
         (["run_name=g/digits"], ["g/digits"]),

@@ -3,12 +3,17 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cli_runs import fail, succeed
-from support.launch import SMALL
+from support.launch import SMALL, forked_command, single
+from support.small_data import write_images
 from support.small_hub import write_bert, write_chats, write_reviews
+
+from hybridtrain.cli import main
 
 
 @pytest.mark.usefixtures("copied")
@@ -82,3 +87,52 @@ def test_a_loss_with_class_weights_is_priced(capfd: pytest.CaptureFixture[str]) 
     predicted = json.loads(Path("outputs/digits/summary.json").read_text())["predicted"]
     assert predicted["step_ms"] > 0
     assert predicted["reason"] is None
+
+
+def test_a_sweep_with_a_value_twice_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", *SMALL, "--dry-run", "--multirun"]
+    said = fail(capfd, *words, "optim.lr=0.1,0.1")
+    assert "the sweep has this combination twice" in said
+    assert "optim.lr=0.1; write each value once" in said
+
+
+@pytest.mark.thorough
+def test_a_sweep_under_torchrun_is_submitted_by_the_command_of_the_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--multirun", *SMALL, "optim.lr=0.1,0.2"]
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    done = single(words, env=ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    assert done.returncode == 2
+    assert "hybridtrain submit --multirun" in done.stderr
+    assert main(["submit", *words, "--dry-run"]) == 0
+    assert "#SBATCH --array=1-2" in capfd.readouterr().out
+
+
+@pytest.mark.thorough
+def test_standard_input_of_two_processes_is_read_by_one_or_from_a_file() -> None:
+    write_images("pets", {"train": 2, "val": 2})
+    words = ["recipe=digits", "data=image_folder", "data.root=pets", "data.image_size=8"]
+    words += ["data.batch_size=4", "trainer.epochs=null", "trainer.steps=1", "world.devices=cpu"]
+    forked_command(1, words, Path("log"))
+    predict = ["predict", "run_name=digits", "output=out.jsonl"]
+    with pytest.raises(pytest.fail.Exception, match=r"start one, or set data.predict_path= to a f"):
+        forked_command(2, [*predict, "data.predict_path=-"], Path("log"))
+    forked_command(2, [*predict, "data.predict_path=pets/val/red/0.png"], Path("log"))
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridtrain", *predict, "data.predict_path=-"],
+        input="pets/val/red/0.png\n", text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.thorough
+def test_a_cache_that_cannot_be_written_is_moved_by_the_variable_of_the_error() -> None:
+    write_reviews(Path("texts.jsonl"), 12)
+    write_bert(Path("bert"), layers=1)
+    Path("file").write_text("")
+    words = ["recipe=bert_classifier", "model.source=./bert", "data.path=texts.jsonl"]
+    said = single([*words, "--dry-run"], env={"HF_HOME": "file/cache"}).stderr
+    assert "set HF_HOME= to a writable folder" in said
+    done = single([*words, "--dry-run"], env={"HF_HOME": "cache"})
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Hosts with their own disks: what differs between them is found before the first step."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -121,3 +122,38 @@ def test_the_same_files_on_each_disk_train(tmp_path, disks):
     status, output = forked_script(2, "own_disk.py", tmp_path, *TEXTS, *small)
     assert status == 0, output
     assert "different versions" not in output
+
+
+@pytest.mark.thorough
+def test_a_run_that_only_one_host_has_goes_on_by_what_the_error_says(tmp_path, disks):
+    hosts = [disk.parent for disk in disks]
+    for host in hosts:
+        host.mkdir()
+
+    def run(steps: int, *words: str) -> tuple[int | None, str]:
+        shown = [*SMALL, *words, f"trainer.steps={steps}", "monitor.report=false"]
+        return forked_script(2, "own_disk.py", tmp_path, *shown)
+
+    alone = "pipeline.nb_part=1"
+    status, output = run(2, alone)
+    assert status == 0, output
+    shutil.rmtree(hosts[1] / "outputs", ignore_errors=True)
+    status, output = run(4)
+    assert status == 2
+    assert "does not see the run directory: set pipeline.nb_part= on the command line" in output
+    status, output = run(4, alone)
+    assert status == 0, output
+    shutil.rmtree(hosts[1] / "outputs", ignore_errors=True)
+    (hosts[0] / "outputs").rename(hosts[1] / "outputs")
+    status, output = run(6, alone)
+    assert status == 2
+    assert "or copy that checkpoint to host0" in output
+    shared = tmp_path / "shared"
+    shutil.copytree(hosts[1] / "outputs", shared)
+    status, output = run(6, alone, f"output_dir={shared}")
+    assert status == 0, output
+    shutil.rmtree(hosts[0] / "outputs", ignore_errors=True)
+    shutil.copytree(hosts[1] / "outputs", hosts[0] / "outputs")
+    status, output = run(6, alone)
+    assert status == 0, output
+    assert "resumed from outputs/digits/checkpoints/step_00000004" in output

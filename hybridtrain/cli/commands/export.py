@@ -67,6 +67,7 @@ from hybridtrain.cli.run.run_record import recorded_inputs
 from hybridtrain.data import DataSplits, example_batch
 from hybridtrain.errors import CheckpointError, ConfigError, check_choice
 from hybridtrain.launch import detect
+from hybridtrain.models.image_processors import processor_from
 from hybridtrain.models.transformers_models import as_published
 from hybridtrain.world import World
 
@@ -276,7 +277,9 @@ def _write_peft(folder: Path, trained: _Trained) -> None:
 
 
 def _image_processor(metadata: Mapping[str, Any]) -> Any:
-    """Returns a transformers image processor with the preprocessing of the data's evaluation."""
+    """Returns the image processor of the base, or one with the preprocessing of the evaluation."""
+    if (of_base := metadata.get("image_processor")) is not None:
+        return processor_from(of_base)
     from transformers import CLIPImageProcessor  # resizes, center-crops and normalizes
 
     side = metadata["image_size"]

@@ -30,7 +30,7 @@ from hybridtrain.cli.run.run_record import had_class_targets
 from hybridtrain.data import EvalLoader, is_stream
 from hybridtrain.errors import ConfigError
 from hybridtrain.loop import predict as predict_model
-from hybridtrain.loss import main_output
+from hybridtrain.loss import field_of, main_output
 
 _log = logging.getLogger(__name__)
 
@@ -145,11 +145,12 @@ def write_array(path: Path, outputs: Any) -> None:
 
     Args:
         path: the file to write.
-        outputs: a tensor with the samples in dim 0.
+        outputs: a tensor with the samples in dim 0, or an output with such `logits`.
 
     Raises:
         ConfigError: the outputs are not one tensor, or the file cannot be written.
     """
+    outputs = field_of(outputs, "logits", outputs)
     if not isinstance(outputs, Tensor):
         raise ConfigError(
             f"output={path} can hold only one tensor, but the model returns a "

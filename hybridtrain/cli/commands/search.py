@@ -267,17 +267,17 @@ def _storage(text: str | None, folder: Path) -> str | BaseStorage:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    for name in ("study.db", "study.log"):
-        if (folder / name).is_symlink():
-            raise ConfigError(
-                f"{folder / name} is a link, which may lead to a file of another program: remove "
-                f"it, or set search.storage= to the URL of a database"
-            )
+    if text not in (None, "journal"):
+        return str(text)
+    file = folder / ("study.db" if text is None else "study.log")
+    if file.is_symlink():
+        raise ConfigError(
+            f"{file} is a link, which may lead to a file of another program: remove it, or set "
+            f"search.storage= to the URL of a database"
+        )
     if text is None:
-        return f"sqlite:///{folder.resolve() / 'study.db'}"
-    if text == "journal":
-        return JournalStorage(JournalFileBackend(str(folder / "study.log")))
-    return text
+        return f"sqlite:///{file.resolve()}"
+    return JournalStorage(JournalFileBackend(str(file)))
 
 
 def _launcher(text: str | None) -> list[str]:

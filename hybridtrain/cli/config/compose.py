@@ -21,11 +21,11 @@ from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.leftovers import leftovers_of
 from hybridtrain.cli.config.option_files import recipe_tree, register, register_file, store_option
 from hybridtrain.cli.config.overrides import (
+    as_hydra_takes_them,
     given_keys,
     given_recipe,
     parse_overrides,
     with_texts,
-    with_wrappers,
 )
 from hybridtrain.cli.config.places import ConfigFile, check_run_keys
 from hybridtrain.cli.config.run_name import default_run_name
@@ -83,7 +83,7 @@ def compose_settings(
     """
     register()
     recipe = given_recipe(overrides)
-    wanted = [register_file(override) for override in with_wrappers(with_texts(overrides))]
+    wanted = [register_file(override) for override in as_hydra_takes_them(with_texts(overrides))]
     if base is not None:
         # selecting an option replaces the whole group
         run_values = {

@@ -84,7 +84,7 @@ def register_file(override: str) -> str:
     if group == "hardware" and value.startswith(("[", "{")):
         raise ConfigError(
             f"hardware={value} must be the name of a machine, or the path of a YAML file with its "
-            f"keys; set single keys as in hardware.nodes=2"
+            f"keys; set single keys as in hardware=h100 hardware.nodes=2"
         )
     path = Path(value)
     if group == "hardware" and value == THIS_MACHINE:

@@ -85,13 +85,21 @@ def with_texts(overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def with_wrappers(overrides: Sequence[str]) -> list[str]:
-    """Returns overrides that may add a wrapper's setting, as in `model.lora.rank=8`.
+def as_hydra_takes_them(overrides: Sequence[str]) -> list[str]:
+    """Returns overrides that may set what Hydra alone could not.
 
-    The wrapper is null unless a recipe sets it, and Hydra cannot set keys of a null value.
+    - A wrapper's setting, as in `model.lora.rank=8`: the wrapper is null unless a recipe sets it,
+      and Hydra cannot set keys of a null value.
+    - Metrics with arguments, as in `trainer.metrics={rouge: {max_new_tokens: 32}}`: a recipe has a
+      list of names, and Hydra cannot merge a mapping into a list.
     """
     begins = re.compile(rf"model\.({'|'.join(WRAPPER_KEYS)})\.")
-    return [f"++{override}" if begins.match(override) else override for override in overrides]
+    taken: list[str] = []
+    for override in overrides:
+        if override.startswith("trainer.metrics={"):
+            taken.append("trainer.metrics=null")
+        taken.append(f"++{override}" if begins.match(override) else override)
+    return taken
 
 
 def _with_text(override: str) -> str:

@@ -53,9 +53,14 @@ def shortened(name: str, longest: int = 140) -> str:
     encoded = os.fsencode(name)
     if len(encoded) <= longest:
         return name
-    digest = hashlib.blake2b(encoded, digest_size=4).hexdigest()
-    start = encoded[: longest - len(digest) - 1].decode(errors="ignore").rstrip("-_. ")
-    return f"{start}-{digest}"
+    start = encoded[: longest - 9].decode(errors="ignore").rstrip("-_. ")
+    return with_digest(start, name)
+
+
+def with_digest(name: str, text: str) -> str:
+    """Returns a folder name that ends in a digest of `text`, of 9 characters."""
+    digest = hashlib.blake2b(os.fsencode(text), digest_size=4).hexdigest()
+    return f"{name}-{digest}"
 
 
 def default_run_name(recipe: str | None) -> str:

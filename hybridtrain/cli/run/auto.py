@@ -126,8 +126,8 @@ def with_auto_chosen(
         options: the options of `config`.
 
     Raises:
-        ConfigError, SplitError: there is nothing to choose from (see `find_layouts`), the memory of
-            a device is unknown, or one sample per micro-batch does not fit.
+        ConfigError, SplitError: there is nothing to choose from (see `find_layouts`), or one sample
+            per micro-batch does not fit.
     """
     if keys := _chosen_keys(settings):
         sizes = _pipeline_sizes(config, world) if "nb_part" in keys else [world.nb_part]
@@ -177,12 +177,6 @@ def _largest_batch(config: Config, data: DataSplits, world: World, options: RunO
         )
     if (reason := why_not_priced(pipeline)) is not None:
         raise ConfigError(f"data.batch_size=auto: {reason}: set a number of samples")
-    memory_is_set = config.hardware is not None or config.pipeline.memory_limit_gib is not None
-    if device.type not in ("cpu", "cuda") and not memory_is_set:
-        raise ConfigError(
-            f"data.batch_size=auto: the memory of {device} is unknown: set "
-            f"pipeline.memory_limit_gib="
-        )
     hardware = hardware_of_run(config, device, world.nb_part * world.data_parallel_size)
     limits = arrangement_of_run(hardware, world).usable_bytes(hardware, world.nb_part)
     net = construct_on_meta(lambda: build_model(config, data))
@@ -291,9 +285,6 @@ def _choose(
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
         size, shares = config.data["batch_size"], world.replica_shares
-        if shares is not None and len(shares) != replicas:
-            problems.append(_other_replicas(shares, nb_part, replicas))
-            continue
         share = -(-size // replicas)
         tensors = options.optimizer_tensors_per_param
         work = StepWork(
@@ -325,14 +316,6 @@ def _choose(
     prices = [best, *(price for price in priced if price is not best)]
     _log.info("%s", choice_in_words(prices, keys, table.costs_from))
     return values
-
-
-def _other_replicas(shares: Sequence[float], nb_part: int, replicas: int) -> ConfigError:
-    return ConfigError(
-        f"world.replica_shares={list(shares)} has {len(shares)} values, and pipelines of "
-        f"{counted(nb_part, 'device')} would be {counted(replicas, 'replica')}: set "
-        f"pipeline.nb_part="
-    )
 
 
 def _without_a_choice(

@@ -278,7 +278,10 @@ def build_metrics(
         chosen = {name: name for name in chosen}
     _check_names("trainer.metrics", "metric", chosen)
     for name, metric in chosen.items():
+        if isinstance(metric, Mapping) and "_target_" in metric:
+            continue
         if isinstance(metric, Mapping):
+            check_metric("trainer.metrics", name)
             continue
         if "." in str(metric):
             raise ConfigError(
@@ -288,20 +291,36 @@ def build_metrics(
         check_metric("trainer.metrics", metric)
     return {
         name: instantiate.build(f"trainer.metrics.{name}", metric, object, config.allow_targets)
-        if isinstance(metric, Mapping)
-        else _metric_by_name(metric, metadata)
+        if isinstance(metric, Mapping) and "_target_" in metric
+        else _metric_by_name(name, metric, metadata)
         for name, metric in chosen.items()
     }
 
 
-def _metric_by_name(name: str, metadata: Mapping[str, Any]) -> Any:
-    """Returns a metric; it gets class information from the data if it accepts that."""
+def _metric_by_name(name: str, chosen: Any, metadata: Mapping[str, Any]) -> Any:
+    """Returns a metric; it gets class information from the data if it accepts that.
+
+    Args:
+        name: the name of its value.
+        chosen: the name of the metric; or its arguments, if `name` is the metric's name too.
+        metadata: see `build_metrics`.
+    """
+    settings: Mapping[str, Any] = chosen if isinstance(chosen, Mapping) else {}
+    make = METRICS[name if isinstance(chosen, Mapping) else chosen]
     facts = {
         "num_classes": metadata.get("num_classes"),
         "several": metadata.get("task") == "multilabel",
     }
-    takes = inspect.signature(METRICS[name]).parameters
-    return METRICS[name](**{key: value for key, value in facts.items() if key in takes})
+    takes = inspect.signature(make).parameters
+    key = f"trainer.metrics.{name}"
+    for setting in settings:
+        if setting not in takes or setting in facts:
+            known = [f"{key}.{other}" for other in takes if other not in ("name", *facts)]
+            if not known:
+                raise ConfigError(f"{key} takes no arguments: remove {setting}")
+            raise ConfigError(unknown_key(f"{key}.{setting}", known))
+    with naming({setting: f"{key}.{setting}" for setting in settings}):
+        return make(**{k: value for k, value in facts.items() if k in takes}, **settings)
 
 
 def direction_of(
@@ -319,9 +338,13 @@ def direction_of(
     Raises:
         ConfigError: see `loss.metrics.direction`; or the metric's target is not allowed.
     """
-    names = metrics if isinstance(metrics, Mapping) else {}
+    if isinstance(metrics, str):
+        metrics = [metrics]
+    names = metrics if isinstance(metrics, Mapping) else {name: name for name in metrics or ()}
     name = metric_of(value, names) or value
     described = names.get(name, name)
+    if isinstance(described, Mapping) and "_target_" not in described:
+        described = name
     metric: Any = (
         METRICS[described]() if isinstance(described, str) and described in METRICS else None
     )

@@ -108,4 +108,5 @@ class RunContext(PreparedRun):
             self.world,
             options=self.options.loader,
             classes=self.data.metadata.get("classes"),
+            tokenizer=self.data.tokenizer,
         )

@@ -20,7 +20,7 @@ from typing import Any
 from hybridtrain.cli.config.compose import compose_settings
 from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.resolve import resolve_settings
-from hybridtrain.cli.config.run_name import shortened
+from hybridtrain.cli.config.run_name import shortened, with_digest
 from hybridtrain.cli.config.sweeps import sweep_choices
 from hybridtrain.cli.run.errors import report_and_go_on
 from hybridtrain.cli.run.run_table import best_run, runs_of, table_of, write_table
@@ -65,9 +65,13 @@ def sweep_of(overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
     """Returns the combinations of `overrides` with several values for some keys.
 
     Raises:
-        ConfigError: a combination is wrong, or two would have the same name.
+        ConfigError: a combination is wrong, or there twice.
     """
     choices = sweep_choices(overrides, config_dir)
+    if twice := next((choice for n, choice in enumerate(choices) if choice in choices[:n]), None):
+        raise ConfigError(
+            f"the sweep has this combination twice: {' '.join(twice)}; write each value once"
+        )
     configs = [compose_settings(choice, config_dir).config for choice in choices]
     varies = [len(set(values)) > 1 for values in zip(*choices, strict=True)]
     swept = [list(compress(choice, varies)) for choice in choices]
@@ -82,15 +86,12 @@ def names_of(base_names: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple
     """Returns the names of a sweep's folder and of its runs.
 
     A run is named after its values, so that another sweep does not resume it. Runs keep names that
-    already differ, as with `run_name=a,b` or two recipes. Names too long for a folder end in a
-    digest.
+    already differ, as with `run_name=a,b` or two recipes. Names that are too long for a folder, or
+    equal, end in a digest.
 
     Args:
         base_names: the name of each run without a sweep.
         swept: for each run, the overrides that differ across runs.
-
-    Raises:
-        ConfigError: two runs would have the same name.
     """
     bases = list(dict.fromkeys(base_names))
     in_name = ("run_name",) if len(bases) == 1 else ("run_name", "recipe")
@@ -108,12 +109,12 @@ def names_of(base_names: Sequence[str], swept: Sequence[Sequence[str]]) -> tuple
                 value = re.sub(r"[^\w.+-]+", "_", word.partition("=")[2]).strip("._")
                 parts.append(f"{keys[key]}_{value}".strip("_"))
         names.append("-".join(parts))
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"several runs of the sweep have the name {max(names, key=names.count)}: set distinct "
-            f"names, such as run_name='lr_${{optim.lr}}'"
-        )
-    return folder, [f"{folder}/{shortened(name)}" for name in names]
+    # values may differ only in characters that a name does not have
+    distinct = [
+        with_digest(name, " ".join(words)) if names.count(name) > 1 else name
+        for name, words in zip(names, swept, strict=True)
+    ]
+    return folder, [f"{folder}/{shortened(name)}" for name in distinct]
 
 
 def _short(keys: Iterable[str]) -> dict[str, str]:

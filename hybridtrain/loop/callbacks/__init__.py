@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hybridtrain.loop.callbacks.mfu import Mfu
     from hybridtrain.loop.callbacks.plateau import Plateau
     from hybridtrain.loop.callbacks.profile import Profile
+    from hybridtrain.loop.callbacks.samples import Samples
     from hybridtrain.loop.callbacks.swa import SWA
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Plateau",
     "Profile",
     "Run",
+    "Samples",
     "Tracker",
 ]
 
@@ -55,6 +57,7 @@ CALLBACKS: dict[str, str] = {
     "mfu": "hybridtrain.loop.callbacks.mfu:Mfu",
     "plateau": "hybridtrain.loop.callbacks.plateau:Plateau",
     "profile": "hybridtrain.loop.callbacks.profile:Profile",
+    "samples": "hybridtrain.loop.callbacks.samples:Samples",
     "swa": "hybridtrain.loop.callbacks.swa:SWA",
 }
 """The callbacks that a config can name, as `module:class`; imported on first use."""

@@ -93,6 +93,9 @@ class Callback:
     def on_timeline(self, trainer: Trainer, predicted: Spans, measured: Spans) -> None:
         """Receives the predicted and measured spans of step `trainer.step`, in seconds."""
 
+    def on_texts(self, trainer: Trainer, texts: Mapping[str, str]) -> None:
+        """Receives texts of step `trainer.step` by tag, such as generated samples, on rank 0."""
+
     def on_save(self, trainer: Trainer, path: Path) -> None:
         """Runs after a save to `path`; a background save may still be in progress."""
 

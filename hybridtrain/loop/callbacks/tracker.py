@@ -98,6 +98,9 @@ class Tracker(Callback):
     def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
         """Receives the spans of step `run.step`, in seconds; see also `Run.account`."""
 
+    def on_texts(self, run: Run, texts: Mapping[str, str]) -> None:
+        """Receives texts of step `run.step` by tag, such as generated samples."""
+
     def on_exception(self, run: Run, error: BaseException) -> None:
         """Runs before `on_end` when the run ends with `error`."""
 

@@ -162,6 +162,13 @@ class TensorBoard(Tracker):
             picture = draw_confusion(confusion, f"evaluation at step {step}")
             self._add_picture(step, "5_pictures/confusion", picture)
 
+    def on_texts(self, run: Run, texts: Mapping[str, str]) -> None:
+        """Adds texts to the text tab."""
+        assert self._writer is not None
+        for tag, text in texts.items():
+            # an indented code block, because a text may contain Markdown
+            self._writer.add_text(tag, textwrap.indent(text, "    "), run.step)
+
     def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
         """Adds pictures to the images tab, and a table of the time breakdown to the text tab."""
         step = run.step

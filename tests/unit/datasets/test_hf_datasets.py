@@ -308,6 +308,7 @@ def test_an_empty_text_still_has_a_token(tmp_path, tokenizer):
         ({"mask_share": 1.0}, r"mask_share=1\.0 must be above 0 and below 1"),
         ({"task": "causal_lm", "max_len": 5000}, "too few for one window of max_len=5000"),
         ({"task": "seq2seq", "target": "other", "decoder_start": "<x>"}, "decoder_start=<x> is no"),
+        ({"task": "seq2seq", "target": "other", "decoder_start": ["x"]}, "must be a text: quote"),
     ],
     ids=str,
 )
