@@ -41,7 +41,9 @@ def fault(phase: str) -> None:
     is_due = done["steps"] >= AFTER_STEPS or done["samples"] >= AFTER_SAMPLES
     if (phase, os.environ.get("RANK", "0")) != (PHASE, RANK) or not is_due:
         return
-    Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
+    at = Path(os.environ["FAULT_TIME"])
+    if not at.exists():
+        at.touch()
     if KIND == "exception":
         raise ArithmeticError(f"boom in {phase}")
     if KIND == "exit":
