@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, World
+from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, TrainerOptions, World
 from hybridtrain.data.splits import DataSplits
 
 KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3]
@@ -41,7 +41,9 @@ def fault(phase: str) -> None:
     is_due = done["steps"] >= AFTER_STEPS or done["samples"] >= AFTER_SAMPLES
     if (phase, os.environ.get("RANK", "0")) != (PHASE, RANK) or not is_due:
         return
-    Path(os.environ["FAULT_TIME"]).write_text(str(time.time()))
+    at = Path(os.environ["FAULT_TIME"])
+    if not at.exists():
+        at.touch()
     if KIND == "exception":
         raise ArithmeticError(f"boom in {phase}")
     if KIND == "exit":
@@ -172,8 +174,8 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
     loader = Loader(splits.train, 16, world, workers=workers)
     held_out = EvalLoader(splits.eval, 16, world)
     if level == "trainer":
-        every = {"log_every": 4, "eval_every": 4}
-        Trainer(hybrid, optimizer, loss, loader, evaluation=held_out, steps=steps, **every).fit()
+        counts = TrainerOptions(steps=steps, log_every=4, eval_every=4)
+        Trainer(hybrid, optimizer, loss, loader, counts, evaluation=held_out).fit()
     while level == "loop" and done["steps"] < steps:
         for batch in loader.batches():
             hybrid.train_step(batch.inputs, batch.targets, loss)

@@ -131,7 +131,7 @@ def run(
         codes = [process.wait() for process in processes]
         file.seek(0)
         output = file.read()
-    seconds = ended - float(at.read_text()) if at.exists() else float("nan")
+    seconds = ended - at.stat().st_mtime if at.exists() else float("nan")
     named, line = judge(fault, level, output)
     if left:
         named, line = False, f"processes that are left: {len(left)}; {line}"
