@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cli_runs import succeed
@@ -56,14 +57,17 @@ def test_images_are_prepared_as_by_the_base_and_the_export_has_its_processor(
     Path("vit/preprocessor_config.json").unlink()  # the checkpoint has it
     succeed(capfd, "predict", "run_name=pets", "data.predict_path=pets/val", "output=o.jsonl")
     lines = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
+    succeed(capfd, "predict", "run_name=pets", "data.predict_path=pets/val", "output=o.npy")
+    logits = torch.tensor(np.load("o.npy"))
     net = AutoModelForImageClassification.from_pretrained(folder).eval()
     names = [net.config.id2label[number] for number in range(3)]
-    for line in lines:
+    for line, row in zip(lines, logits, strict=True):
         pixels = processor(images=Image.open(line["file"]), return_tensors="pt")
         with torch.no_grad():
-            wanted = net(**pixels).logits[0].softmax(0)
+            wanted = net(**pixels).logits[0]
+        torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-6)
         given = torch.tensor([line["probabilities"][name] for name in names])
-        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(given, wanted.softmax(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -194,3 +194,10 @@ def test_answers_beyond_max_len_are_told_from_conversations_without_answers(read
     assert "1 to train on left out, because its answer begins after max_len=12 tokens" in line
     with pytest.raises(DataError, match=r"none of the 1 .* has a message of the role assistant"):
         read({"messages": MESSAGES[:2]})
+
+
+def test_prompts_and_completions_in_a_table_have_any_separator(llama, tmp_path):
+    file = tmp_path / "chats.csv"
+    file.write_text("prompt^completion\n" + "good film^nice plot\n" * 4)
+    data = chat(str(file), llama, eval_path=str(file), separator="^")
+    assert words(data) == ("<|user|> good film </s> <|assistant|> nice plot", "nice plot </s>")
