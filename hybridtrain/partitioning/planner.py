@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -381,7 +382,7 @@ class Planner:
                 counts: list[int] | None = None
                 failure: SplitError | None = None
                 try:
-                    counts = cut_by_costs(costs.layers, in_flight, goal, chain.no_cut_before)
+                    counts = self._cut(chain, costs.layers, in_flight, goal)
                     best = _Decision(sorted(expand), costs.layers, counts, costs_from)
                 except SplitError as error:
                     failure = error
@@ -397,6 +398,19 @@ class Planner:
             assert failure is not None
             raise SplitError(f"{failure}{_hints(chain)}") from failure
         return best
+
+    def _cut(
+        self, chain: Chain, costs: Sequence[LayerCost], in_flight: Sequence[int], goal: Objective
+    ) -> list[int]:
+        """Returns the best cut; not between a head and its loss, if another one is possible."""
+        names = head_of(self._net, self._options.head).names
+        heads = {id(self._modules[name]) for name in names}
+        has_head = [any(id(m) in heads for m in layer.module.modules()) for layer in chain.layers]
+        if any(has_head):
+            together = range(has_head.index(True) + 1, len(chain.layers))
+            with suppress(SplitError):
+                return cut_by_costs(costs, in_flight, goal, chain.no_cut_before.union(together))
+        return cut_by_costs(costs, in_flight, goal, chain.no_cut_before)
 
     def _may_expand(self, path: str, goal: Objective) -> bool:
         if is_chain(self._net) and goal.unit != "costs":

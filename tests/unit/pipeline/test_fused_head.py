@@ -232,6 +232,13 @@ def test_a_large_vocabulary_is_fused_by_itself_and_one_line_says_so(caplog):
         assert type(model(x)) is torch.Tensor
 
 
+def test_a_split_by_costs_does_not_cut_between_a_head_and_its_loss():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 40), nn.Identity(), nn.Identity())
+    counts = {head: hybrid(net, 2, head=head).plan.counts for head in ("plain", "fused")}
+    assert counts == {"plain": [2, 2], "fused": [1, 3]}
+    assert hybrid(net, 3, head="fused").planned.head.names == ()  # no other cut is possible
+
+
 def test_a_head_that_a_cut_separates_from_its_loss_is_plain_and_one_line_says_why(caplog):
     caplog.set_level(logging.INFO)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 40), nn.LogSoftmax(-1))

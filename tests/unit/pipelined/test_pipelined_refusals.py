@@ -198,3 +198,8 @@ def test_unpipelined_gives_the_plain_model_back():
     # the graph of a plain model leads to its parameters
     assert torch.autograd.grad(model(x).sum(), model[0].weight)[0].any()
     assert not any(module.__dict__.get("_compiled_call_impl") for module in model.modules())
+
+
+def test_a_loss_without_the_logits_that_it_returns():
+    with pytest.raises(ConfigError, match="leave head= out"):
+        pipe(head="fused")
