@@ -60,6 +60,7 @@ from hybridtrain.pipeline import (
     Pipeline,
     StepKind,
     Timeline,
+    check_same_bits,
     check_schedule,
     construct_own_stages,
     memory_bytes,
@@ -345,6 +346,7 @@ class HybridModel:
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
         options = with_device_speeds(options, world)
+        check_same_bits(world)
         check_schedule(options, world)
         if options.sync_batch_norm:
             net = with_sync_batch_norm(net, world)
@@ -398,6 +400,7 @@ class HybridModel:
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
         options = with_device_speeds(options, world)
+        check_same_bits(world)
         check_schedule(options, world)
 
         def make() -> nn.Module:
