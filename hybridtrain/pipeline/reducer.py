@@ -311,7 +311,7 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 _ALIGNED_BYTES = 16
 
 
-def norms_of(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """Returns the L2 norm of each gradient.
 
     On GPUs, the kernel adds up in another order if a tensor does not begin at a multiple of 16
@@ -326,7 +326,7 @@ def norms_of(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
             else gradient
             for gradient in gradients
         ]
-    return torch._foreach_norm(gradients)
+    return list(torch._foreach_norm(gradients))
 
 
 def norm_over_devices(gradients: Sequence[Tensor]) -> Tensor:
