@@ -62,6 +62,7 @@ from hybridtrain.pipeline import (
     SettingsCheck,
     StepKind,
     Timeline,
+    check_same_bits,
     check_same_modules,
     check_schedule,
     construct_own_stages,
@@ -355,6 +356,7 @@ class HybridModel:
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
         options = with_device_speeds(options, world)
+        check_same_bits(world)
         check_schedule(options, world)
         if options.sync_batch_norm:
             net = with_sync_batch_norm(net, world)
@@ -408,6 +410,7 @@ class HybridModel:
         assert world is not None
         options = with_settings(options or PipelineOptions(), settings)
         options = with_device_speeds(options, world)
+        check_same_bits(world)
         check_schedule(options, world)
 
         def make() -> nn.Module:

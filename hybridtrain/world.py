@@ -24,6 +24,7 @@ once), `stage_owners` (which process owns which stage).
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -41,15 +42,20 @@ from hybridtrain._base import objects
 from hybridtrain._base.devices import (
     DeviceSpec,
     check_nb_part,
-    check_not_shared,
     choose_backend,
     choose_devices,
     gpus_left_out,
-    physical_gpus,
 )
 from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain._base.problem import Problem, first_problem
+from hybridtrain._base.repeatable import repeat_results
 from hybridtrain._base.replica_shares import samples_by_replica
+from hybridtrain._base.shared_gpus import (
+    check_not_shared,
+    nccl_variables,
+    physical_gpus,
+    ranks_by_shared_gpu,
+)
 from hybridtrain._base.summation_tree import owned_by
 from hybridtrain._base.torch_private import Store, get_default_store
 from hybridtrain.errors import WorldError, argument, setting
@@ -69,6 +75,8 @@ from hybridtrain.launch import (
     tell_uncaught_errors,
 )
 from hybridtrain.partitioning import StageOwners
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -98,6 +106,8 @@ class World:
         fixed_replicas: the number of logical replicas; None: one per copy of the model.
         replica_shares: the relative number of samples of a batch that each copy of the model gets;
             None: equal shares.
+        deterministic: whether this process uses deterministic algorithms only; see `from_env`.
+        share_gpus: whether several ranks may use one GPU over NCCL; see `from_env`.
         pipeline_group: the processes of this replica, in pipeline order; None for a single process.
         pipeline_object_group: the same processes, in a group with a long timeout.
         watchdog: ends a run that has failed or stalled; see `from_env`.
@@ -118,6 +128,8 @@ class World:
     inner: str = "pp"
     fixed_replicas: int | None = None
     replica_shares: tuple[float, ...] | None = None
+    deterministic: bool = False
+    share_gpus: bool = False
     pipeline_group: dist.ProcessGroup | None = field(default=None, repr=False)
     pipeline_object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     watchdog: Watchdog | None = field(default=None, repr=False)
@@ -139,10 +151,12 @@ class World:
         inner: str = "pp",
         replicas: int | None = None,
         replica_shares: Sequence[float] | None = None,
+        deterministic: bool = False,
+        share_gpus: bool = False,
     ) -> World:
         """Reads the launcher's environment and joins the process group, if there are several.
 
-        It does not change the environment.
+        It changes the environment only for `deterministic`, `replicas` on GPUs, and `share_gpus`.
 
         Args:
             nb_part: the number of devices per pipeline, and so of stages (times
@@ -160,10 +174,18 @@ class World:
                 first steps may take four times as long, a checkpoint ten times.
             inner: see the class.
             replicas: the number of logical replicas. Results are then bitwise identical for any
-                number of copies of the model from 1 to `replicas`; see `logical_replicas`. None:
-                one per copy.
+                number of copies of the model from 1 to `replicas`; see `logical_replicas`. On GPUs
+                it implies `deterministic`, and all ranks need the same GPU model and libraries.
+                None: one per copy.
             replica_shares: the relative number of samples of a batch that each copy of the model
                 gets, such as `[1, 2]` for a slow and a fast one; None: equal shares.
+            deterministic: make PyTorch use deterministic algorithms only in this process, for all
+                of its computations from now on; an operation without one raises an error. Create
+                the World before the first matrix product on a GPU, because this sets
+                `CUBLAS_WORKSPACE_CONFIG`. Compiled code then depends only on the shapes of its
+                inputs, and not on those that the process has seen before.
+            share_gpus: allow several ranks to use one GPU over NCCL, to test a run on a machine
+                with fewer GPUs than ranks; its speed means nothing.
 
         Raises:
             WorldError: the devices, the backend or the launcher's variables are inconsistent.
@@ -178,8 +200,14 @@ class World:
         replica_shares = plain_numbers(replica_shares)
         gpus = torch.cuda.device_count()
         world = cls.of_launch(
-            launch, gpus, nb_part, devices, backend, engine, inner, replicas, replica_shares
+            *(launch, gpus, nb_part, devices, backend, engine, inner, replicas, replica_shares),
+            share_gpus=share_gpus,
         )
+        world.deterministic = deterministic or (
+            replicas is not None and world.devices[0].type == "cuda"
+        )
+        if world.deterministic:
+            repeat_results(True)
         world.timeout_s, world.stall_s = timeout_s, stall_s
         if devices == "auto" and gpus and world.devices[0].type == "cpu":
             world.unused_gpus = gpus_left_out(len(world.devices), launch, gpus)
@@ -206,6 +234,7 @@ class World:
         inner: str = "pp",
         replicas: int | None = None,
         replica_shares: Sequence[float] | None = None,
+        share_gpus: bool = False,
     ) -> World:
         """Returns the World of a process of any launch, without joining process groups.
 
@@ -221,11 +250,12 @@ class World:
             inner: as in `from_env`.
             replicas: as in `from_env`.
             replica_shares: as in `from_env`.
+            share_gpus: as in `from_env`.
 
         Raises:
             WorldError: the devices, the backend or the number of processes are inconsistent.
         """
-        per_replica, own_devices = _shape(launch, gpus, nb_part, devices, engine, inner)
+        per_replica, own_devices = _shape(launch, gpus, nb_part, devices, engine, inner, share_gpus)
         chosen = choose_backend(backend, own_devices)
         check_logical_replicas(replicas, launch.size // per_replica)
         check_replica_shares(replica_shares, launch.size // per_replica, replicas)
@@ -241,6 +271,7 @@ class World:
             inner=inner,
             fixed_replicas=replicas,
             replica_shares=None if replica_shares is None else tuple(replica_shares),
+            share_gpus=share_gpus,
         )
 
     @classmethod
@@ -275,7 +306,9 @@ class World:
             WorldError: the devices or the number of processes are inconsistent.
         """
         launch, gpus = detect(os.environ), torch.cuda.device_count()
-        per_replica, own_devices = _shape(launch, gpus, nb_part, devices, self.engine, self.inner)
+        per_replica, own_devices = _shape(
+            launch, gpus, nb_part, devices, self.engine, self.inner, self.share_gpus
+        )
         check_logical_replicas(self.fixed_replicas, self.size // per_replica)
         check_replica_shares(self.replica_shares, self.size // per_replica, self.fixed_replicas)
         if own_devices[0].type == "cuda":
@@ -287,7 +320,7 @@ class World:
         """Adds the groups of the processes that share a pipeline; a collective call."""
         uses_nccl = self.backend == "nccl"
         if self.size > 1 and uses_nccl:
-            check_not_shared(self.gather(physical_gpus(self.devices)))
+            self._share_or_refuse(self.gather(physical_gpus(self.devices)))
             # Allocate NCCL's memory now, not in the middle of a run: `sum` and `broadcast_tensor`
             # take tensors of the first and the last stage
             self._connect(None, dict.fromkeys((self.devices[0], self.devices[-1])))
@@ -300,6 +333,33 @@ class World:
                 # all processes must join its first collective, and a step starts with pairs
                 self._connect(self.pipeline_group, self.devices)
         return self
+
+    def _share_or_refuse(self, gpus: Sequence[Sequence[str]]) -> None:
+        """Prepares NCCL for ranks that share a GPU, before its first communicator.
+
+        Args:
+            gpus: the GPUs of each rank.
+
+        Raises:
+            WorldError: ranks share a GPU without `share_gpus`.
+        """
+        if not self.share_gpus:
+            check_not_shared(gpus)
+        shared = ranks_by_shared_gpu(gpus)
+        if not shared:
+            return
+        is_one_host = len({gpu.split()[0] for of_rank in gpus for gpu in of_rank}) == 1
+        version: tuple[int, ...] = torch.cuda.nccl.version()
+        for name, value in nccl_variables(version, self.rank, is_one_host).items():
+            os.environ.setdefault(name, value)
+        if self.is_main:
+            several = max(map(len, shared.values()))
+            _log.warning(
+                "up to %d ranks share a GPU (%s): results are as with a GPU for each rank, but the "
+                "speed means nothing",
+                several,
+                setting("share_gpus", True),
+            )
 
     def _connect(self, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> None:
         """Makes NCCL create a group's communicators, which it does in the first collective."""
@@ -363,6 +423,15 @@ class World:
         if self.inner == "dp":
             return self.rank % self.data_parallel_size
         return self.rank // self.processes_per_replica
+
+    @property
+    def repeats_bits(self) -> bool:
+        """Whether a run must end with the same bits again, also after a resume.
+
+        True with `deterministic`, and with `fixed_replicas`, where it also holds for other numbers
+        of processes.
+        """
+        return self.deterministic or self.fixed_replicas is not None
 
     @cached_property
     def logical_replicas(self) -> int:
@@ -673,7 +742,13 @@ def check_replica_shares(
 
 
 def _shape(
-    launch: Launch, gpus: int, nb_part: int, devices: DeviceSpec, engine: str, inner: str
+    launch: Launch,
+    gpus: int,
+    nb_part: int,
+    devices: DeviceSpec,
+    engine: str,
+    inner: str,
+    share_gpus: bool = False,
 ) -> tuple[int, tuple[torch.device, ...]]:
     """Returns the number of processes per replica, and the devices of this process."""
     check_nb_part(nb_part)
@@ -686,7 +761,8 @@ def _shape(
             f"{setting('nb_part', per_replica)} processes: start a multiple of {per_replica}, or "
             f"set {setting('engine', 'local')}"
         )
-    return per_replica, choose_devices(nb_part // per_replica, devices, launch, gpus)
+    own_devices = choose_devices(nb_part // per_replica, devices, launch, gpus, share_gpus)
+    return per_replica, own_devices
 
 
 def _meet(launch: Launch, devices: Sequence[torch.device], timeout_s: float) -> Store:

@@ -1,4 +1,4 @@
-"""Checks on a machine with GPUs: speed, host cost, exactness, what only a GPU has, and memory.
+"""Checks on a machine with GPUs: speed, host cost, what only a GPU has, memory, and exactness.
 
 Run it by `scripts/gpu_check.sh`. The stages share the one GPU where there is only one; else those
 of the exactness check are dealt out over all. It ends with one table, and a file for programs. The
@@ -17,12 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import hybridtrain
 from hybridtrain._base.precision import AUTOCAST
 from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
@@ -275,21 +277,62 @@ class Size:
         return self.samples * self.chunks * self.length * (6 * multiply + attention)
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to train the GPT.
+
+    Attributes:
+        stages: the number of stages; 0: a plain loop.
+        compiled: compile each layer.
+        recompute: recompute all layers.
+    """
+
+    stages: int
+    compiled: bool = False
+    recompute: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.stages} stages on one device" if self.stages else "plain loop"
+        return text + ", compiled" * self.compiled + ", recompute=always" * self.recompute
+
+
+WAYS = (Way(0), Way(1), Way(2), Way(4))
+# The share of the time that the speed may take.
+SPEED_SHARE = 0.5
+
+# by value, because the time may end; only on a GPU, because a CPU compiles for minutes
+MORE_WAYS = (
+    Way(0, compiled=True),
+    Way(1, compiled=True),
+    Way(2, compiled=True),
+    Way(2, False, True),
+)
+
+
 def gpt_step(
-    check: Check, net: nn.Sequential, stages: int, size: Size, precision: str, ids: Tensor
+    check: Check, net: nn.Sequential, way: Way, size: Size, precision: str, ids: Tensor
 ) -> Callable[[], None]:
-    """Returns a step of `net` in `stages` stages on one device; 0: in a plain loop."""
+    """Returns a step of `net` on one device."""
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    if stages:
-        world = World.from_env(stages, check.devices(stages))
-        options = PipelineOptions(chunks=size.chunks, split="size", precision=precision)
+    if way.stages:
+        world = World.from_env(way.stages, check.devices(way.stages))
+        options = PipelineOptions(
+            chunks=size.chunks,
+            split="size",
+            precision=precision,
+            compile=way.compiled,
+            recompute="always" if way.recompute else "never",
+        )
         model = HybridModel(net, world, options)
     else:
         net.to(ids.device)
+        if way.compiled:
+            for layer in net:
+                layer.compile()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=ids.is_cuda)
 
     def step() -> None:
-        if stages:
+        if way.stages:
             model.train_step(x, y, cross_entropy)
         else:
             for part in zip(x.split(size.samples), y.split(size.samples), strict=True):
@@ -303,7 +346,7 @@ def gpt_step(
 
 
 def speed(check: Check) -> None:
-    """Trains a GPT in bf16: in a plain loop, and in 1, 2 and 4 stages on the one device."""
+    """Trains a GPT in bf16: in a plain loop and in stages on the one device, also compiled."""
     size, precision, peak, device = Size(), "bf16", None, check.devices(1)[0]
     if check.small:
         size = Size(2, 64, 4, 64, 512, 1, 4, 2)
@@ -318,45 +361,43 @@ def speed(check: Check) -> None:
     torch.backends.cudnn.deterministic = False
     shape = size.samples * size.chunks, size.length + 1
     ids = torch.randint(size.vocabulary, shape, device=device)
-    base = 0.0
-    for stages in (0, 1, 2, 4):
-        if check.left < 25 and not check.small:
-            check.add("GPT", f"{stages} stages", "", "", "cut off: no time")
-            check.cut_off.append(f"GPT, {stages} stages")
+    base: dict[bool, float] = {}  # the plain loop's tokens per second, compiled or not
+    for way in WAYS + MORE_WAYS * (check.device == "cuda"):
+        if check.left < check.seconds_in_all * (1 - SPEED_SHARE) and not check.small:
+            check.add("GPT", f"{way}", "", "", "cut off: no time")
+            check.cut_off.append(f"GPT, {way}")
             continue
         torch.manual_seed(0)
         net = gpt(size.vocabulary, size.length, size.layers, size.heads, size.width)
         net.head.linear.weight = net.embed.token.weight
-        step = gpt_step(check, net, stages, size, precision, ids)
+        step = gpt_step(check, net, way, size, precision, ids)
         step()
         if check.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = check.seconds(step, max(1, size.steps // 5), 5)
         rate = size.samples * size.chunks * size.length / seconds
-        base = base or rate
+        plain = base.setdefault(way.compiled, rate)
         used = "" if peak is None else f", MFU {size.flops(net) / seconds / peak:.1%}"
         if check.device == "cuda":
             used += f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         check.add(
             f"GPT {sum(p.numel() for p in net.parameters()) / 1e6:.0f}M, {precision}",
-            f"{stages} stages on one device" if stages else "plain loop",
+            f"{way}",
             f"{rate:,.0f} tokens/s{used}",
-            f"{rate / base:.3f} of the plain loop" if stages else "",
+            f"{rate / plain:.3f} of the plain loop" if way.stages else "",
         )
         del step, net
         gc.collect()
         torch.cuda.empty_cache()
 
 
-# The share of the time that the exactness matrix may take; it ends with fewer cells.
-EXACTNESS_SHARE = 0.4
+# Seconds that a cell may still take when the time is nearly over.
+CELL_S = 10.0
 
 
 def exactness_in_time(check: Check) -> None:
-    """Compares as many cells as a share of the time allows, which leaves time for the rest."""
-    cells = random_cells(60 if check.small else 300)
-    until = max(0.0, check.left - EXACTNESS_SHARE * check.seconds_in_all)
-    exactness(check, cells, until)
+    """Compares cells at random until the time is over."""
+    exactness(check, random_cells(60 if check.small else 600), CELL_S)
 
 
 def parts(check: Check) -> None:
@@ -367,7 +408,7 @@ def parts(check: Check) -> None:
 
 
 # By value, so that a short run has the main figures.
-CHECKS: tuple[Callable[[Check], None], ...] = (speed, host_cost, exactness_in_time, parts, memory)
+CHECKS: tuple[Callable[[Check], None], ...] = (speed, host_cost, parts, memory, exactness_in_time)
 
 
 def run_checks(check: Check, checks: Sequence[Callable[[Check], None]] = CHECKS) -> None:
@@ -402,7 +443,8 @@ def main() -> int:
         gpus = f"{count} x {torch.cuda.get_device_name(0)}"
     else:
         torch.set_num_threads(1)
-    facts = {"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
+    facts: dict[str, Any] = {"date": f"{date.today()}", "version": hybridtrain.__version__}
+    facts |= {"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
     facts |= {"not_shown": not_shown(count)}
     check = Check(options.device, options.small, start + options.seconds, options.seconds)
     check.file, check.facts = options.json, facts

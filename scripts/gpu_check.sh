@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
 # Checks this project on a machine with one or more GPUs: the speed of a GPT of 350M parameters, host
-# cost, exactness, what only a GPU has, and memory, in this order. Needs PyTorch and what the checks
-# import, and prints one table in 8 minutes, which is also in gpu_check.json, as far as it has come.
+# cost, what only a GPU has, and memory; then exactness until the time is over. Needs PyTorch and what
+# the checks import, and prints one table, which is also in gpu_check.json, as far as it has come.
 #
-#   scripts/gpu_check.sh                       on GPUs, all stages in one process
-#   scripts/gpu_check.sh --seconds 180         the main figures: less of the exactness matrix
-#   scripts/gpu_check.sh --processes 4         a process for each stage (engine=distributed): by NCCL
-#                                              with 4 GPUs, by gloo with fewer
+#   scripts/gpu_check.sh                       8 minutes, all stages in one process
+#   scripts/gpu_check.sh --quick               3 minutes: less of the exactness matrix
+#   scripts/gpu_check.sh --processes 4         a process for each of 4 ranks, which share GPUs over NCCL
+#                                              if there are fewer (world.share_gpus); also with --quick
 #   scripts/gpu_check.sh --device cpu --small  to try the script itself; also with --processes
+#   scripts/gpu_check.sh --json FILE           another file than gpu_check.json; scripts/gpu_page.py
+#                                              writes such files into docs/benchmarks.md
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # works with and without an installed package: the checkout comes first
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # cuBLAS repeats its results with a fixed workspace only
 export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
-processes=""
+processes="" seconds=450 limit_s=480
 arguments=()
 while [ $# -gt 0 ]; do
     case $1 in
     --processes) processes=${2:?how many processes?} && shift ;;
     --processes=*) processes=${1#*=} ;;
+    --quick) seconds=165 limit_s=180 ;;
     *) arguments+=("$1") ;;
     esac
     shift
@@ -56,10 +59,10 @@ if problems:
     sys.exit(f"gpu_check: {', '.join(problems)} ({sys.executable}): install it, or set PYTHON=")
 END
 # a check that hangs outside of Python does not hear the first signal; the rows are in the file
-limit=(timeout --signal=INT --kill-after=20 480)
+limit=(timeout --signal=INT --kill-after=20 "$limit_s")
 if [ -z "$processes" ]; then
-    exec "${limit[@]}" "$python" "$root/scripts/gpu_check.py" "${arguments[@]}"
+    exec "${limit[@]}" "$python" "$root/scripts/gpu_check.py" --seconds "$seconds" "${arguments[@]}"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "${limit[@]}" "$python" -m torch.distributed.run --standalone \
-    --nproc-per-node "$processes" "$root/scripts/gpu_processes.py" "${arguments[@]}"
+exec "${limit[@]}" "$python" "$root/scripts/gpu_processes.py" --processes "$processes" \
+    --seconds "$seconds" "${arguments[@]}"

@@ -1,41 +1,60 @@
-"""Checks of `engine=distributed` on GPUs: the weights, the speed and the memory of a GPT.
+"""Checks of several ranks on GPUs: every schedule, replicas, saves, failing and late ranks.
 
-Run it by `scripts/gpu_check.sh --processes N`. N processes are one pipeline of N stages. With a GPU
-for each they talk by NCCL; with fewer, they share the GPUs and talk by gloo, which shows that it
-works, and not how fast it is.
+Run it by `scripts/gpu_check.sh --processes N`. It launches N ranks by torchrun, first for the
+checks, then once for each fault. Ranks share the GPUs if there are fewer (`share_gpus`), over NCCL:
+that shows that messages arrive in order and errors end a run, and not how fast it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import platform
+import re
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import hybridtrain
+from hybridtrain import HybridModel, Trainer, World
 from hybridtrain._base.precision import AUTOCAST
+from hybridtrain.checkpoint import CheckpointStore
+from hybridtrain.data import TrainLoader
 from hybridtrain.loss import cross_entropy
-from hybridtrain.model import HybridModel
 from hybridtrain.models.gpt import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.world import World
 from scripts.bench.common import print_table
-from scripts.gpu_check import Size
+from scripts.gpu_check import COLUMNS, Size
+
+# Each schedule with its stages per device.
+SCHEDULES = (
+    *(("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("zb-h1", 1)),
+    *(("zb-v", 2), ("v-half", 2), ("v-min", 2)),
+)
+FAULTS = ("error", "hang")
+
+Row = tuple[str, str, str, str, str]
+"""A row of the table: see `COLUMNS`."""
+
+_STALL_S = 15.0  # a rank that hangs ends the run after that
+_LATE_S = 2.0
+_STEPS = 4  # of a run that is compared
+_FAULT_STEP = 6  # the first steps may take longer before they count as stalled
 
 
-def join(device: str, processes: int) -> World:
-    """Returns the World of a pipeline of all processes, on the GPUs that there are."""
-    if device == "cpu":
-        return World.from_env(processes, "cpu", engine="distributed")
-    gpus = torch.cuda.device_count()
-    own = f"cuda:{int(os.environ['LOCAL_RANK']) % gpus}"
-    backend = None if gpus >= processes else "gloo"
-    return World.from_env(processes, [own], backend, engine="distributed")
+def join(device: str, **settings: Any) -> World:
+    """Returns the World of all ranks, on the GPUs that there are."""
+    on_gpu = device == "cuda"
+    return World.from_env(devices=device, deterministic=True, share_gpus=on_gpu, **settings)
 
 
 def plain_step(
@@ -57,109 +76,243 @@ def build(size: Size) -> nn.Sequential:
     return gpt(size.vocabulary, size.length, size.layers, size.heads, size.width)
 
 
-def exactness(world: World, precision: str) -> tuple[list[str], bool]:
-    """Compares this process's weights after 3 steps with those of the unsplit model."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.use_deterministic_algorithms(True)
-    size = Size(2 * world.nb_part, 64, 4, 32, 256, 2, 2 * world.nb_part)
+def tokens(size: Size) -> Tensor:
+    """Returns the batch of all micro-batches."""
     torch.manual_seed(1)
-    shape = size.samples * size.chunks, size.length + 1
-    ids = torch.randint(size.vocabulary, shape).to(world.devices[0])
-    plain = build(size).to(world.devices[0])
-    own = torch.optim.SGD(plain.parameters(), lr=0.1)
-    options = PipelineOptions(chunks=size.chunks, split="size", precision=precision)
-    model = HybridModel(build(size), world, options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        plain_step(plain, own, size, precision, ids)
-        x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        model.train_step(x, y, cross_entropy)
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = dict(plain.named_parameters())
-    most = max(
-        float((value.detach() - expected[name].detach()).abs().max())
+    return torch.randint(size.vocabulary, (size.samples * size.chunks, size.length + 1))
+
+
+def differs(world: World, model: HybridModel, expected: dict[str, Tensor]) -> float:
+    """Returns by how much the weights of any rank differ; a collective call."""
+    own = [
+        float((value.detach().cpu() - expected[name].cpu()).abs().max())
         for name, value in model.named_parameters()
-    )
-    torch.use_deterministic_algorithms(False)
-    most = max(world.gather(most))
-    said = "bitwise equal" if most == 0 else f"largest difference {most:.2e}"
-    return ["weights after 3 steps", precision, said, "unsplit, on one device"], most == 0
+        if not value.is_meta
+    ]
+    return max(world.gather(max(own, default=0.0)))
 
 
-def speed(world: World, small: bool, until: float) -> list[str]:
-    """Measures the steps of a GPT over all processes, as far as there is time."""
-    size = Size(2, 64, 4, 64, 512, 1, 4, 2) if small else Size(chunks=4 * world.nb_part)
-    if size.layers < world.nb_part:
-        size = Size(world.nb_part, 64, 4, 64, 512, 1, 4, 2)
-    on_gpu = world.devices[0].type == "cuda"
-    model = HybridModel.construct(
-        lambda: build(size),
-        world,
-        PipelineOptions(chunks=size.chunks, split="size", precision="bf16"),
+def verdict(check: str, setting: str, most: float, beside: str) -> Row:
+    """Returns the row of a comparison."""
+    said = "bitwise equal" if most == 0 else f"differs by {most:.2e}"
+    return check, setting, said, beside, "ok" if most == 0 else "FAILED"
+
+
+def pipelines(world: World) -> Iterator[Row]:
+    """Compares weights of a pipeline over all ranks with the unsplit model, in every schedule."""
+    cases = [(schedule, per_device, "fp32", None) for schedule, per_device in SCHEDULES]
+    cases += [("1f1b", 1, "bf16", None)]
+    cases += [("1f1b", 1, "fp32", late) for late in range(1, world.size)][:1]
+    size = Size(2 * world.nb_part, 64, 4, 32, 256, 2, 2 * world.nb_part)
+    ids = tokens(size).to(world.devices[0])
+    expected: dict[str, dict[str, Tensor]] = {}
+    for schedule, per_device, precision, late in cases:
+        if precision not in expected:
+            plain = build(size).to(world.devices[0])
+            own = torch.optim.SGD(plain.parameters(), lr=0.1)
+            for _ in range(_STEPS):
+                plain_step(plain, own, size, precision, ids)
+            expected[precision] = {n: p.detach() for n, p in plain.named_parameters()}
+        options = PipelineOptions(
+            chunks=size.chunks,
+            schedule=schedule,
+            stages_per_device=per_device,
+            split="size",
+            precision=precision,
+        )
+        model = HybridModel(build(size), world, options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(_STEPS):
+            if step == 2 and world.rank == late:
+                time.sleep(_LATE_S)
+            x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+            model.train_step(x, y, cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        setting = f"{schedule}, {per_device} a device, {precision}"
+        if late is not None:
+            setting += f", rank {late} is late"
+        most = differs(world, model, expected[precision])
+        yield verdict(f"pipeline of {world.size}", setting, most, "the unsplit model")
+
+
+def trained(world: World, size: Size, folder: Path | None = None, steps: int = _STEPS) -> Trainer:
+    """Returns a Trainer that has trained a GPT, from the newest checkpoint in `folder` on."""
+    ids = tokens(size)
+    data = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    model = HybridModel(build(size), world, chunks=2, split="size")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    store = None if folder is None else CheckpointStore(folder, writers="all")
+    loader = TrainLoader(data, size.samples * size.chunks // 2, world, seed=1)
+    trainer = Trainer(model, optimizer, cross_entropy, loader, steps=steps, store=store)
+    if store is not None and store.steps():
+        newest = store.newest()
+        assert newest is not None
+        trainer.resume(newest)
+    trainer.fit()
+    return trainer
+
+
+def replicas(world: World, folder: Path) -> Iterator[Row]:
+    """Compares replicas with the same number of them in one process, also after a resume."""
+    count = world.logical_replicas
+    size = Size(2 * world.nb_part, 64, 4, 32, 256, 2, 2 * count)
+    alone = World(devices=world.devices, fixed_replicas=count, deterministic=True)
+    expected = {n: p.detach() for n, p in trained(alone, size).model.named_parameters()}
+    where = f"{world.nb_part} stages, inner={world.inner}" if world.nb_part > 1 else "1 stage"
+    whole = trained(world, size)
+    most = differs(world, whole.model, expected)
+    yield verdict(f"{count} replicas of {world.size} ranks", where, most, "one process")
+    trained(world, size, folder, _STEPS // 2)
+    most = differs(world, trained(world, size, folder).model, expected)
+    yield verdict("save and resume", where, most, "one process, in one go")
+
+
+def fault(device: str, kind: str) -> None:
+    """Trains until the last rank raises or hangs."""
+    world = join(device, nb_part=int(os.environ["WORLD_SIZE"]), engine="distributed",
+                 stall_s=_STALL_S, timeout_s=4 * _STALL_S)  # fmt: skip
+    size = Size(2 * world.nb_part, 64, 4, 32, 256, 2, 2 * world.nb_part)
+    ids = tokens(size).to(world.devices[0])
+    model = HybridModel(build(size), world, chunks=size.chunks, split="size")
+    for step in range(_FAULT_STEP + 2):
+
+        def loss(output: Any, targets: Tensor, step: int = step) -> Tensor:  # on the last rank
+            if step == _FAULT_STEP and kind == "error":
+                raise ValueError("planted by gpu_check")
+            if step == _FAULT_STEP:
+                time.sleep(3600)
+            return cross_entropy(output, targets)
+
+        model.train_step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), loss)
+
+
+def shapes(ranks: int) -> list[dict[str, Any]]:
+    """Returns the settings of the Worlds with replicas."""
+    found: list[dict[str, Any]] = [{"nb_part": 1, "replicas": ranks}]
+    if ranks >= 4 and ranks % 2 == 0:
+        found += [
+            {"nb_part": ranks // 2, "replicas": 2, "engine": "distributed", "inner": inner}
+            for inner in ("pp", "dp")
+        ]
+    return found
+
+
+def checks(device: str, until: float, add: Callable[[Row], None]) -> list[str]:
+    """Runs the checks of a rank, as far as there is time; returns those that were left out."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    world = join(device, nb_part=ranks, engine="distributed" if ranks > 1 else "local")
+    world.watch(Path(tempfile.gettempdir()) / "hybridtrain-stalls")
+    left_out = []
+    with tempfile.TemporaryDirectory() as own:
+        shared = Path(world.broadcast(own))
+        parts = [("pipelines", lambda: pipelines(world))]
+        for number, settings in enumerate(shapes(ranks)):
+
+            def of_shape(number: int = number, settings: dict[str, Any] = settings) -> Any:
+                return replicas(join(device, **settings), shared / str(number))
+
+            parts.append((f"replicas, {settings}", of_shape))
+        for name, part in parts:
+            if world.broadcast(time.time() > until):
+                left_out.append(name)
+                continue
+            for row in part():
+                if world.is_main:
+                    add(row)
+        world.broadcast(None)  # the folder goes once all have read it
+    world.close()
+    return left_out
+
+
+def launch(options: argparse.Namespace, *arguments: str) -> list[str]:
+    """Returns the command that runs this script in as many ranks as asked for."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={options.processes}", __file__, f"--device={options.device}"]
+    return [*command, *arguments]
+
+
+def fault_row(options: argparse.Namespace, kind: str) -> Row:
+    """Returns the row of a run in which the last rank fails: it ends, and names that rank."""
+    began = time.monotonic()
+    done = subprocess.run(
+        launch(options, f"--fault={kind}"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=on_gpu)
-    torch.manual_seed(1)
-    shape = size.samples * size.chunks, size.length + 1
-    ids = torch.randint(size.vocabulary, shape).to(world.devices[0])
-    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    began, steps = 0.0, -2  # the first ones are not counted
-    while steps < size.steps:
-        if steps == 0:
-            if on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
-        model.train_step(x, y, cross_entropy)
-        optimizer.step()
-        optimizer.zero_grad()
-        steps += 1
-        if steps > 0 and world.broadcast(time.monotonic() > until):
-            break
-    if on_gpu:
-        torch.cuda.synchronize()
-    seconds = (time.perf_counter() - began) / steps
-    tokens = size.samples * size.chunks * size.length / seconds
-    peak = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_gpu else "not on a CPU"
-    peaks = world.gather(peak)
-    setting = f"{size.layers} layers of {size.width}, {size.chunks} micro-batches, bf16"
-    return ["speed", setting, f"{tokens:,.0f} tokens/s", f"peak by stage: {', '.join(peaks)}"]
+    seconds, rank = time.monotonic() - began, options.processes - 1
+    said = "planted by gpu_check" if kind == "error" else "has made no progress"
+    named = re.search(rf"rank {rank} .*{said}", done.stdout) is not None
+    good = done.returncode != 0 and named
+    result = f"ended after {seconds:.0f} s, {'names' if named else 'does not name'} rank {rank}"
+    return (
+        f"{kind} of one rank",
+        "1f1b",
+        result,
+        "",
+        "ok" if good else f"FAILED {done.stdout[-500:]}",
+    )
 
 
 def main() -> int:
-    """Runs the checks and prints the table on rank 0."""
+    """Launches the ranks and prints the table; in a rank, runs the checks or the fault."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=1, help="how many ranks")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="a tiny GPT, to try the script")
-    parser.add_argument("--seconds", type=float, default=300.0, help="for the speed")
+    parser.add_argument(
+        "--small", action="store_true", help="without the faults, to try the script"
+    )
+    parser.add_argument("--seconds", type=float, default=450.0, help="for all of it")
+    parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="the table")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--fault", choices=FAULTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU; --device cpu --small tries the script without")
     torch.set_num_threads(1)
-    until = time.monotonic() + options.seconds
-    world = join(options.device, int(os.environ.get("WORLD_SIZE", "1")))
-    world.watch(Path(tempfile.gettempdir()) / "hybridtrain-stalls")
-    precisions = ["fp32", "bf16"]
-    rows, right = [], True
-    for precision in precisions:
-        row, same = exactness(world, precision)
-        rows.append(row)
-        right &= same
-        if world.is_main:  # a run that is ended early has said it
-            print("   ".join(row), file=sys.stderr, flush=True)
-    rows.append(speed(world, options.small, until))
-    if world.is_main:
-        gpus = f"{torch.cuda.device_count()} GPUs" if options.device == "cuda" else "no GPU"
-        print(
-            f"\n{world.size} processes, {gpus}, {world.backend}, torch {torch.__version__}, "
-            f"Python {platform.python_version()}\n"
-        )
-        print_table(["check", "setting", "result", "beside"], rows)
-        if world.backend != "nccl":
-            print("not shown: NCCL, which needs a GPU for each process, and any speed")
-        print("exact" if right else "FAILED")
-    world.close()
-    return int(not right)
+    if options.fault:
+        fault(options.device, options.fault)
+        return 0
+    table: dict[str, Any] = {"rows": [], "cut_off": [], "failed": False}
+
+    def write() -> None:
+        table["failed"] = any(row["verdict"] != "ok" for row in table["rows"])
+        options.json.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+    def add(row: Row) -> None:
+        table["rows"].append(dict(zip(COLUMNS, row, strict=True)))
+        print("   ".join(row), file=sys.stderr, flush=True)
+        write()
+
+    if options.until is not None:  # a rank
+        table["cut_off"] += checks(options.device, options.until, add)
+        if table["rows"]:  # rank 0
+            write()
+        return 0
+    gpus = "no GPU"
+    if options.device == "cuda":
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    write()  # no rows of an earlier run
+    share = 1.0 if options.small else 0.6  # of the time, for the checks
+    until = time.time() + share * options.seconds
+    done = subprocess.run(launch(options, f"--until={until}", f"--json={options.json.resolve()}"))
+    table |= json.loads(options.json.read_text(encoding="utf-8"))
+    table |= {
+        **{"date": f"{date.today()}", "version": hybridtrain.__version__, "gpus": gpus},
+        **{"torch": torch.__version__, "cuda": torch.version.cuda},
+        "note": f"{options.processes} ranks.",
+        "not_shown": ["speed, where ranks share a GPU"],
+    }
+    if done.returncode:
+        add(("ranks", "", "", "", f"FAILED exit status {done.returncode}"))
+    for kind in () if options.small else FAULTS:
+        add(fault_row(options, kind))
+    write()
+    print(f"\n{options.processes} ranks, {gpus}, torch {torch.__version__}\n")
+    print_table(COLUMNS, [list(row.values()) for row in table["rows"]])
+    print("FAILED" if table["failed"] else "exact")
+    return int(table["failed"])
 
 
 if __name__ == "__main__":

@@ -19,8 +19,10 @@ precision        autocast, and the thread-local state that engine threads inheri
 problem          an error of one process, sent to the others so that all raise it
 rank_differences compares facts that must be equal on all ranks
 registry         packages whose modules are imported when one of their names is first used
+repeatable       what decides the bits of a result, to set it and to compare it over the ranks
 replica_shares   the samples of each replica in a batch, in proportion to the replicas' shares
 repacked_weights 4-bit layers of bitsandbytes, which an evaluation would repack
+shared_gpus      several ranks on one GPU
 shares           a batch made of shares, one for each logical replica of a process
 skip             `stash` and `pop`: tensors that skip layers of a sequential model
 summation_tree   the order in which the gradients of logical replicas are summed

@@ -24,7 +24,7 @@ def check_nb_part(nb_part: int) -> None:
 
 
 def choose_devices(
-    nb_part: int, devices: DeviceSpec, launch: Launch, gpus: int
+    nb_part: int, devices: DeviceSpec, launch: Launch, gpus: int, share_gpus: bool = False
 ) -> tuple[torch.device, ...]:
     """Returns the devices of this process.
 
@@ -33,6 +33,7 @@ def choose_devices(
         devices: `auto`, `cpu`, `cuda`, a device, or a list of devices; None for GPUs if available.
         launch: the launcher's facts about this process.
         gpus: the number of GPUs that this process sees.
+        share_gpus: deal the GPUs out in turn if there are too few.
 
     Raises:
         WorldError: there are not enough devices; the message has both numbers.
@@ -46,20 +47,20 @@ def choose_devices(
     if devices in (None, "auto", "cuda") and not gpus and launch.gpus_given:
         raise WorldError(_not_seen(launch.gpus_given))
     if devices == "auto":
-        devices = "cuda" if gpus >= needed_gpus else "cpu"
+        devices = "cuda" if gpus >= needed_gpus or (share_gpus and gpus) else "cpu"
     elif devices is None:
         devices = "cuda" if gpus else "cpu"
     if devices == "cpu":
         return (torch.device("cpu"),) * nb_part
     if devices == "cuda":
-        if gpus < needed_gpus:
+        if gpus < needed_gpus and not (share_gpus and gpus):
             raise WorldError(
                 f"{launch.local_size} process{'es' * (launch.local_size != 1)} on this node x "
                 f"{setting('nb_part', nb_part)} need {needed_gpus} GPUs, but there are {gpus}: "
                 f"start fewer processes, lower {argument('nb_part')}, or set "
                 f"{setting('devices', 'cpu')}"
             )
-        return tuple(torch.device("cuda", first + part) for part in range(nb_part))
+        return tuple(torch.device("cuda", (first + part) % gpus) for part in range(nb_part))
     chosen = [_device(item, gpus) for item in devices]
     if len(chosen) == needed_gpus:
         chosen = chosen[first : first + nb_part]
@@ -126,38 +127,6 @@ def _device(item: str | int, gpus: int) -> torch.device:
                 f"{setting('devices', device)} does not exist: this machine has {gpus} GPUs"
             )
     return device
-
-
-def physical_gpus(devices: Sequence[torch.device]) -> list[str]:
-    """Returns the identity of each GPU in `devices`, which is the same in all processes.
-
-    GPU indices differ if each process sees different GPUs.
-    """
-    return [
-        f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
-        for device in devices
-        if device.type == "cuda"
-    ]
-
-
-def check_not_shared(gpus: Sequence[Sequence[str]]) -> None:
-    """Rejects two processes on one GPU, which NCCL does not support.
-
-    Args:
-        gpus: `physical_gpus` of each rank.
-
-    Raises:
-        WorldError: two ranks have the same GPU; the message names them.
-    """
-    rank_of: dict[str, int] = {}
-    for rank, gpus_of_rank in enumerate(gpus):
-        for gpu in gpus_of_rank:
-            if rank_of.setdefault(gpu, rank) != rank:
-                raise WorldError(
-                    f"ranks {rank_of[gpu]} and {rank} use the same GPU ({gpu}), which NCCL does "
-                    f"not support: assign each process its own GPU (set {argument('devices')} or "
-                    f"start fewer processes), or set {setting('backend', 'gloo')}"
-                )
 
 
 def choose_backend(backend: str | None, devices: Sequence[torch.device]) -> str:

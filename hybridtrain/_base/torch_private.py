@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The exception that ends the recomputation of torch.utils.checkpoint early.
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
-from hybridtrain.errors import UserError, setting
+from hybridtrain.errors import ConfigError, UserError, argument, setting
 
 __all__ = [
     "FAKE_TENSOR_LIMITS",
@@ -99,6 +99,7 @@ __all__ = [
     "prepare_compiler",
     "profiled",
     "record_cuda_memory",
+    "repeat_compiled_results",
     "run_backward",
     "scaler_found_inf",
     "tensors_saved_by",
@@ -254,6 +255,38 @@ def prepare_compiler(layers: int, static: bool) -> None:
     functorch.force_non_lazy_backward_lowering = True
     _detect_tracing_by_thread()
     _guard_class_attributes()
+
+
+_AUTOTUNING = {
+    "max_autotune": "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "max_autotune_gemm": "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM",
+    "max_autotune_pointwise": "TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE",
+    "coordinate_descent_tuning": "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING",
+}
+
+
+def repeat_compiled_results() -> None:
+    """Makes compiled code depend on its inputs alone, not on times or on earlier inputs.
+
+    `torch.use_deterministic_algorithms` also keeps Inductor from measuring what decides the order
+    of sums, but not its autotuning (`torch._inductor.config.max_autotune` and others). The limits
+    of `prepare_compiler` go: beyond them Dynamo runs further shapes uncompiled, so that the code of
+    a shape would depend on how many others a process has seen before.
+
+    Raises:
+        ConfigError: Inductor is set to choose kernels by their time.
+    """
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    for name, variable in _AUTOTUNING.items():
+        if getattr(inductor, name):
+            raise ConfigError(
+                f"torch._inductor.config.{name} chooses kernels by their time, so results cannot "
+                f"be repeated bit for bit: set it to False (in the environment, {variable}=0), or "
+                f"remove {argument('replicas')} and {argument('deterministic')}"
+            )
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1 << 30
 
 
 def keep_device_guard() -> None:

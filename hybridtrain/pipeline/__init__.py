@@ -32,7 +32,13 @@ timeline               when each action ran, in all processes
 summaries              what a run reports about the stages: layers, parameters, memory
 """
 
-from hybridtrain.pipeline.agreement import BatchCheck, batch_digest, check_replicas, check_schedule
+from hybridtrain.pipeline.agreement import (
+    BatchCheck,
+    batch_digest,
+    check_replicas,
+    check_same_bits,
+    check_schedule,
+)
 from hybridtrain.pipeline.batch_norm import with_sync_batch_norm
 from hybridtrain.pipeline.device_speeds import with_device_speeds
 from hybridtrain.pipeline.engine import Head, HeadOutput
@@ -86,6 +92,7 @@ __all__ = [
     "Timeline",
     "batch_digest",
     "check_replicas",
+    "check_same_bits",
     "check_same_modules",
     "check_schedule",
     "construct_own_stages",

@@ -5,7 +5,8 @@ the last stage the targets, so the processes of a pipeline must receive the same
 (`BatchCheck`). Replicas start with equal weights, and averaged gradients keep them bitwise equal
 unless a replica skips a step or changes a weight on its own (`check_replicas`). All processes must
 freeze the same parameters before the same step (`check_frozen_alike`). A process with a different
-schedule table would wait for a message that nobody sends (`check_schedule`).
+schedule table would wait for a message that nobody sends (`check_schedule`). With a fixed number of
+logical replicas, hardware, libraries and settings must be equal (`check_same_bits`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 
 from hybridtrain._base.microbatch import Unread, first_share
 from hybridtrain._base.rank_differences import differences, facts_here
+from hybridtrain._base.repeatable import facts_of_bits
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import (
     BatchError,
     ConfigError,
     ScheduleError,
     UserError,
+    argument,
     phrase,
     setting,
 )
@@ -236,6 +239,23 @@ def check_schedule(options: PipelineOptions, world: World) -> None:
             )
     if failure is not None:
         raise failure
+
+
+def check_same_bits(world: World) -> None:
+    """Checks that all processes compute the same bits if they must; a collective call.
+
+    Raises:
+        ConfigError: with a fixed number of logical replicas, the GPU model, a library or a setting
+            of PyTorch differs between the ranks.
+    """
+    if world.size == 1 or world.fixed_replicas is None:
+        return
+    facts = facts_here(facts_of_bits(world.devices[0]))
+    for name, values in differences(world.gather(facts)):
+        raise ConfigError(
+            f"{name} differs between ranks: {values}: make it equal, or remove "
+            f"{argument('replicas')}, which promises equal bits on any number of processes"
+        )
 
 
 def check_frozen_alike(names: Sequence[str], world: World) -> None:

@@ -37,6 +37,11 @@ def error_hints() -> dict[str, str]:
             "all tensors of a batch are moved to the first stage's device: pass lengths.cpu() to "
             "pack_padded_sequence"
         ),
+        "does not have a deterministic implementation": (
+            f"{argument('deterministic')}, and {argument('replicas')} on GPUs, allow deterministic "
+            "algorithms only, so that results can be repeated bit for bit: replace the operation, "
+            "or remove the argument that you have set"
+        ),
     }
 
 

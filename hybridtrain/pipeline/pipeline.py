@@ -35,7 +35,7 @@ from hybridtrain.pipeline.forward import (
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.model_watch import ModelWatch
 from hybridtrain.pipeline.own_stages import drop_other_stages
-from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes
+from hybridtrain.pipeline.reducer import norm_over_devices, norm_over_processes, norms_of
 from hybridtrain.pipeline.step_kind import StepKind, StepKinds, begun
 from hybridtrain.pipeline.summaries import log_compiled, log_offload
 from hybridtrain.pipeline.ties import TiedUse, tied_uses, ties_of
@@ -536,7 +536,7 @@ class Pipeline:
         if not gradients:
             return get_total_norm(gradients)
         # the same operations without sorting by device, which would take longer than the norms
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
         return norm
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -38,7 +38,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain._base import torch_private as private
-from hybridtrain._base.accelerator import put
+from hybridtrain._base.accelerator import accelerator_of, put
 from hybridtrain._base.torch_private import scaler_found_inf
 from hybridtrain.errors import UserError, argument, setting
 from hybridtrain.pipeline.replicas import GradientSums
@@ -308,6 +308,27 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         dist.broadcast(tensor, group=group, group_src=0)
 
 
+_ALIGNED_BYTES = 16
+
+
+def norms_of(gradients: list[Tensor]) -> list[Tensor]:
+    """Returns the L2 norm of each gradient.
+
+    On GPUs, the kernel adds up in another order if a tensor does not begin at a multiple of 16
+    bytes (PyTorch's ForeachReduceOp.cu). In DDP's buckets that depends on the other gradients of a
+    bucket, and so on the stages and processes. So such gradients are copied: memory of their own is
+    aligned.
+    """
+    if accelerator_of(gradients[0].device) is not None:
+        gradients = [
+            gradient.clone()
+            if gradient.storage_offset() * gradient.element_size() % _ALIGNED_BYTES
+            else gradient
+            for gradient in gradients
+        ]
+    return list(torch._foreach_norm(gradients))
+
+
 def norm_over_devices(gradients: Sequence[Tensor]) -> Tensor:
     """Returns the L2 norm of all `gradients`, with one copy for each device.
 
@@ -319,7 +340,7 @@ def norm_over_devices(gradients: Sequence[Tensor]) -> Tensor:
         places.setdefault(gradient.device, []).append(place)
     norms: list[Tensor] = [gradients[0]] * len(gradients)
     for positions in places.values():
-        device_norms = torch.stack(torch._foreach_norm([gradients[place] for place in positions]))
+        device_norms = torch.stack(norms_of([gradients[place] for place in positions]))
         for place, norm in zip(
             positions, put(device_norms, gradients[0].device).unbind(), strict=True
         ):
@@ -353,7 +374,7 @@ def norm_over_processes(
     zero = torch.zeros((), dtype=dtype, device=wire_device)
     places, there = [zero] * len(parameters), torch.zeros(len(parameters))
     if positions:
-        local_norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None])
+        local_norms = norms_of([p.grad for p in parameters if p.grad is not None])
         moved = torch.stack(local_norms).to(dtype).to(wire_device)
         for place, norm in zip(positions, moved.unbind(), strict=True):
             places[place] = norm

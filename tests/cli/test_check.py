@@ -231,6 +231,15 @@ def test_all_problems_are_found_in_one_run(capfd: pytest.CaptureFixture[str]) ->
     assert parts["memory"].startswith("not checked: depends on: ")
 
 
+def test_more_processes_than_gpus_are_no_problem_if_they_may_share(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words, part, _ = PLANTED["too many processes"]
+    _, parts, _ = checked(capfd, "check", *words, "world.share_gpus=true")
+    assert parts[part].startswith("ok")
+    assert parts["devices"].startswith("ok")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", ["shorter file", "other model", "other weights"])
 def test_a_checkpoint_that_does_not_fit_is_found(

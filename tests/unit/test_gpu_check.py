@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from support.clock import Clock
 from support.launch import environment
 from support.stand_in_gpus import stand_in_gpus
 
-from scripts import gpu_check, gpu_parts, gpu_processes
+from scripts import gpu_check, gpu_page, gpu_parts, gpu_processes
 from tests.support.matrix import random_cells
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -124,10 +125,10 @@ def test_a_result_that_differs_from_the_unsplit_model_fails_the_check(
 
 def test_the_main_figures_come_first() -> None:
     order = [check.__name__ for check in gpu_check.CHECKS]
-    assert order == ["speed", "host_cost", "exactness_in_time", "parts", "memory"]
+    assert order == ["speed", "host_cost", "parts", "memory", "exactness_in_time"]
 
 
-def test_exactness_ends_after_its_share_of_the_time_and_has_tried_every_kind(
+def test_exactness_goes_on_until_the_time_is_over_and_has_tried_every_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
@@ -142,7 +143,7 @@ def test_exactness_ends_after_its_share_of_the_time_and_has_tried_every_kind(
         return [("weights", torch.ones(2), torch.ones(2), True)]
 
     monkeypatch.setattr(gpu_check, "compared", compared)
-    seconds = (len(kinds) + 1) / gpu_check.EXACTNESS_SHARE
+    seconds = len(kinds) + 1 + gpu_check.CELL_S
     table = gpu_check.Check("cpu", True, clock() + seconds, seconds, file=tmp_path / "table.json")
     gpu_check.exactness_in_time(table)
     assert len(kinds) <= len(trained) <= len(kinds) + 2 < len(cells)
@@ -164,13 +165,124 @@ def test_a_check_that_raises_is_a_row_and_the_next_one_runs(tmp_path: Path) -> N
     assert table.rows[0][4] == "FAILED RuntimeError: no such kernel"
 
 
-def test_the_checks_of_a_process_run_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_checks_of_a_rank_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_processes, "SCHEDULES", (("zb-v", 2),))
+    rows: list[Any] = []
+    left_out = gpu_processes.checks("cpu", math.inf, rows.append)
+    torch.use_deterministic_algorithms(False)
+    assert [row[0] for row in rows] == [
+        *("pipeline of 1", "pipeline of 1", "1 replicas of 1 ranks", "save and resume")
+    ]
+    assert {row[-1] for row in rows} == {"ok"}
+    assert not left_out
+
+
+def test_checks_of_ranks_for_which_there_is_no_time_are_said() -> None:
+    rows: list[Any] = []
+    left_out = gpu_processes.checks("cpu", -math.inf, rows.append)
+    torch.use_deterministic_algorithms(False)
+    assert not rows
+    assert len(left_out) == 2
+
+
+def test_weights_that_differ_are_a_failure() -> None:
+    assert gpu_processes.verdict("a", "b", 1e-9, "c")[-1] == "FAILED"
+
+
+def test_replicas_are_tried_in_every_shape_that_fits_the_ranks() -> None:
+    of_four = [(shape["nb_part"], shape.get("inner")) for shape in gpu_processes.shapes(4)]
+    assert of_four == [(1, None), (2, "pp"), (2, "dp")]
+    assert len(gpu_processes.shapes(3)) == 1
+
+
+SAID = {
+    "error": "rank 1 (stage 1, vm) failed: ValueError: planted by gpu_check",
+    "hang": "rank 1 (stage 1, vm) has made no progress for 15 s",
+}
+
+
+@pytest.mark.parametrize("kind", gpu_processes.FAULTS)
+@pytest.mark.parametrize(
+    ("said", "status", "good"), [(SAID, 1, True), (SAID, 0, False), ({}, 1, False)]
+)
+def test_a_fault_must_end_the_run_and_name_its_rank(
+    monkeypatch: pytest.MonkeyPatch, kind: str, said: dict[str, str], status: int, good: bool
 ) -> None:
-    arguments = ["gpu_processes.py", "--device", "cpu", "--small", "--seconds", "0"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert gpu_processes.main() == 0
-    assert capsys.readouterr().out.endswith("exact\n")
+    done = SimpleNamespace(returncode=status, stdout=said.get(kind, "rank 0 failed"))
+    monkeypatch.setattr(gpu_processes.subprocess, "run", lambda *_, **__: done)
+    row = gpu_processes.fault_row(SimpleNamespace(processes=2, device="cpu"), kind)
+    assert (row[-1] == "ok") == good
+
+
+@pytest.mark.parametrize(("status", "said"), [(0, "exact\n"), (1, "FAILED\n")])
+def test_the_table_of_the_ranks_has_what_the_page_needs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    said: str,
+) -> None:
+    file = tmp_path / "table.json"
+
+    def ranks(*_: Any, **__: Any) -> Any:
+        table = {"rows": [dict.fromkeys(gpu_check.COLUMNS, "ok")], "cut_off": ["replicas"]}
+        file.write_text(json.dumps(table))
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(gpu_processes.subprocess, "run", ranks)
+    words = ["--processes", "2", "--device", "cpu", "--small", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["gpu_processes.py", *words])
+    assert gpu_processes.main() == status
+    assert capsys.readouterr().out.endswith(said)
+    assert "2 ranks." in gpu_page.section([json.loads(file.read_text())])
+
+
+def test_the_page_has_what_was_measured() -> None:
+    assert gpu_page.main(["--check"]) == 0, "run scripts/gpu_page.py"
+
+
+def test_a_table_is_added_to_the_page(tmp_path: Path) -> None:
+    source, page, table = (tmp_path / name for name in ("gpu.json", "page.md", "check.json"))
+    source.write_text("[]")
+    page.write_text(f"# Before\n{gpu_page.BEGIN}{gpu_page.END}\nafter\n")
+    check = table_of(tmp_path, facts={"gpus": "1 x T4", "torch": "2.14", "cuda": "13.0"})
+    check.facts |= {"not_shown": ["NCCL"], "date": "2026-12-01", "version": "0.3.0"}
+    check.file = table
+    check.add("GPT", "1 stage", "9 tokens/s", "0.9 of the plain loop")
+    check.add("exact: conv", "fp32", "differs by 1", "", "FAILED conv | 2")
+    assert gpu_page.main([str(table)], source, page) == 0
+    text = page.read_text()
+    assert text.startswith("# Before\n")
+    assert text.endswith("\nafter\n")
+    assert "| GPT | 1 stage | 9 tokens/s | 0.9 of the plain loop |" in text
+    assert "**FAILED conv \\| 2**" in text
+    assert gpu_page.main(["--check"], source, page) == 0
+    page.write_text(text.replace("9 tokens/s", "8 tokens/s"))
+    assert gpu_page.main(["--check"], source, page) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "script", "seconds"),
+    [
+        ([], "gpu_check.py", "450"),
+        (["--quick"], "gpu_check.py", "165"),
+        (["--quick", "--processes=3"], "gpu_processes.py --processes 3", "165"),
+    ],
+)
+def test_the_script_takes_its_time_or_is_quick(
+    tmp_path: Path, arguments: list[str], script: str, seconds: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = - ] || echo "$@"\n')
+    python.chmod(0o755)
+    said = subprocess.run(
+        [ROOT / "scripts" / "gpu_check.sh", *arguments],
+        env=environment({"PYTHON": str(python)}),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f"scripts/{script} --seconds {seconds}" in said
 
 
 def check(folder: Path, *arguments: str, missing: tuple[str, ...] = NOT_NEEDED) -> tuple[int, str]:

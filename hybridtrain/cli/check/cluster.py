@@ -61,6 +61,7 @@ def devices(config: Config, layout: JobLayout) -> tuple[str, list[World]]:
             config.world.inner,
             config.world.replicas,
             config.world.replica_shares,
+            config.world.share_gpus,
         )
         for rank in range(layout.processes)
     ]

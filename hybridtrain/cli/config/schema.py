@@ -182,6 +182,9 @@ class WorldConfig(Group):
     """null: the GPUs, or the CPU on machines without GPUs (an error if the launcher assigned GPUs);
     `auto`: the GPUs if there are enough, else the CPU; `cpu`; `cuda`; or a list such as
     `[cuda:0,cuda:1]`."""
+    share_gpus: bool = False
+    """Allow several processes to use one GPU over NCCL, to test a run on a machine with fewer GPUs
+    than processes; its speed means nothing."""
     timeout_s: float = 600.0
     """The timeout of a collective, in seconds."""
     stall_s: float | None = 300.0
@@ -196,8 +199,9 @@ class TrainerConfig(Group):
     """The training loop."""
 
     deterministic: bool = False
-    """Use deterministic algorithms only; an operation without one raises an error. Sets
-    `CUBLAS_WORKSPACE_CONFIG` unless the environment does."""
+    """Repeat results bit for bit, also after a resume: use deterministic algorithms only; an
+    operation without one raises an error. Sets `CUBLAS_WORKSPACE_CONFIG` unless the environment
+    does. On GPUs, `world.replicas` implies it."""
     tf32: bool = False
     """Use TF32 for fp32 matrix products and convolutions on GPUs."""
     loss: Any = None

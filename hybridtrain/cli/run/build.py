@@ -9,7 +9,6 @@ errors in paths before the data is loaded.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from hybridtrain._base.construction import default_generators, rewind
+from hybridtrain._base.repeatable import repeat_results
 from hybridtrain._base.text_table import counted
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
 from hybridtrain.cli.config.agreement import agreed
@@ -156,9 +156,6 @@ def loader_options(config: Config) -> LoaderOptions:
 
 def join_processes(config: Config) -> World:
     """Joins the other processes that the launcher started."""
-    if config.trainer.deterministic:
-        # cuBLAS reads it at its first matrix product, and is deterministic only with it
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return World.from_env(
         config.pipeline.nb_part,
         config.world.devices,
@@ -169,6 +166,8 @@ def join_processes(config: Config) -> World:
         config.world.inner,
         config.world.replicas,
         config.world.replica_shares,
+        deterministic=config.trainer.deterministic,
+        share_gpus=config.world.share_gpus,
     )
 
 
@@ -200,6 +199,7 @@ def prepare_run(
     make_options = partial(build_options, make_trackers=make_trackers, uses=settings.uses)
     local_options = make_options(local_config)
 
+    repeat_results(False)  # an earlier run in this process may have been deterministic
     joined = join(local_config)
     agreed_config = agreed(local_config, joined)  # rank 0's: another rank may not see the run
     is_same = agreed_config == local_config
@@ -238,7 +238,7 @@ def prepare_run(
         pipeline=replace(agreed_options.pipeline, **arguments_of(config, PipelineOptions)),
         loader=replace(agreed_options.loader, collate=data.collate),
     )
-    set_numerics(config.trainer.deterministic, config.trainer.tf32)
+    set_numerics(config, world)
     torch.manual_seed(config.seed)
     inputs, targets = example_of_run(config, data, world)
     build = partial(build_model, config, data)
@@ -296,11 +296,14 @@ def build_run(
     return RunContext(**vars(prepared), model=model)
 
 
-def set_numerics(deterministic: bool, tf32: bool) -> None:
-    """Sets PyTorch's deterministic mode and TF32 for this process."""
-    torch.use_deterministic_algorithms(deterministic)
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32  # PyTorch's own default is True
+def set_numerics(config: Config, world: World) -> None:
+    """Sets TF32 for this process, and deterministic algorithms unless `world` has set them."""
+    if config.trainer.deterministic and not world.deterministic:
+        # a rank that does not see the run's directory learns it from rank 0, after it has joined
+        repeat_results(True)
+        world.deterministic = True
+    torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.trainer.tf32  # PyTorch's own default is True
 
 
 def _open_directory(

@@ -131,7 +131,7 @@ def layout_of(config: Config) -> JobLayout:
                 f"submit.processes_per_node={gpus // per_process or 1} and enough GPUs for it{hint}"
             )
         processes = gpus // per_process or (nb_part if distributed else 1)
-    elif gpus and processes * per_process > gpus:
+    elif gpus and processes * per_process > gpus and not config.world.share_gpus:
         need = "1 GPU" if distributed else f"pipeline.nb_part={nb_part}"
         raise ConfigError(
             f"submit.processes_per_node={processes} x {need} need {processes * per_process} GPUs "

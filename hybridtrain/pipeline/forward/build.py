@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hybridtrain._base.skip import popped_by
-from hybridtrain._base.torch_private import prepare_compiler
+from hybridtrain._base.torch_private import prepare_compiler, repeat_compiled_results
 from hybridtrain.graph import works_in_place
 from hybridtrain.head import install as install_head
 from hybridtrain.options import PipelineOptions
@@ -45,10 +45,12 @@ def build_forward_stages(
     """
     parts = planned.stages
     layers = [layer for part in parts for layer in part]
-    # not specialized to shapes that a process has seen, if they depend on the process count
-    static = policy.is_active or world.fixed_replicas is not None
+    # the code must not depend on the shapes that a process has seen before, such as a short batch
+    static = policy.is_active or world.repeats_bits
     if options.compile:
         prepare_compiler(len(layers), static)
+        if world.repeats_bits:
+            repeat_compiled_results()
     install_head(net, planned.head.names)
     owner = owners_of(planned, net, world.processes_per_replica > 1)
     owned_stages = owners_in(world, options)

@@ -1,7 +1,6 @@
 """What would go wrong on GPUs alone, checked without one: draws, norms, memory, shared devices."""
 
 import gc
-import os
 import threading
 import time
 import weakref
@@ -17,7 +16,7 @@ from torch import nn
 
 from hybridtrain import HybridModel, World
 from hybridtrain._base.accelerator import Cuda
-from hybridtrain._base.devices import check_not_shared
+from hybridtrain._base.shared_gpus import check_not_shared
 from hybridtrain.checkpoint.host_copies import HostCopies
 from hybridtrain.checkpoint.state import checkpoint_files
 from hybridtrain.cli.config.schema import Config
@@ -231,28 +230,13 @@ def test_tf32_is_for_matrix_products_and_convolutions_alike(monkeypatch, tf32):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not tf32)
     before = torch.get_float32_matmul_precision()
     try:
-        build.set_numerics(deterministic=False, tf32=tf32)
+        config = Config()
+        config.trainer.tf32 = tf32
+        build.set_numerics(config, World())
         assert torch.backends.cudnn.allow_tf32 is tf32
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize("given", [None, ":16:8"])
-def test_a_deterministic_run_has_what_cublas_needs_before_its_first_product(monkeypatch, given):
-    if given is None:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # is undone afterwards
-        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    else:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
-    found = []
-    monkeypatch.setattr(
-        build.World, "from_env", lambda *_: found.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
-    )
-    config = Config()
-    config.trainer.deterministic = True
-    build.join_processes(config)
-    assert found == [given or ":4096:8"]
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
