@@ -212,7 +212,7 @@ _WAIT_FOR_STACKS_S = 2.0
 _FIRST_TIMES = 4.0
 _FIRST_STEPS = 2
 # Work that may take long without progress, and the factor by which its limit is extended.
-_LONG = {Phase.SAVE: 10.0, Phase.SETUP: math.inf, Phase.WAIT: math.inf}
+_LONG = {Phase.SAVE: 10.0, Phase.SETUP: math.inf}
 
 
 class Progress:
@@ -258,7 +258,8 @@ class Progress:
     def limit(self, work: Work | None) -> float:
         """Returns the seconds without progress that `work` may take.
 
-        None is the time between two steps of a script. It counts if others wait for this process.
+        None is the time between two steps of a script. It counts, like a collective call there, if
+        others wait for this process in a step.
         """
         if self._stall_s <= 0:
             return math.inf
@@ -310,7 +311,7 @@ class Liveness:
 
         Args:
             overdue_s: see `Sign`.
-            looks_at_all: whether to read the signs of all processes, for `all_stand`.
+            looks_at_all: whether to read the signs of all processes, for `stands`.
         """
         now = self._clock()
         if now >= self._next:
@@ -691,7 +692,8 @@ class Watchdog:
                 if doing != published and work.phase is not Phase.SETUP:
                     self._store.publish("doing", Report(doing, 0))
                     published = doing
-            if overdue >= 0 and self._all_stand():
+            # between two steps another process may take long: only who waits in a step may judge
+            if overdue >= 0 and work.phase is not Phase.WAIT and self._all_stand():
                 stall = self.explain_stall(self._store, progress.idle_s())
                 if stall is not None:
                     self._end(stall)

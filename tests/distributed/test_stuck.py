@@ -159,7 +159,7 @@ def test_a_pipe_that_nobody_reads_keeps_no_process_alive(case, ended):
         assert code == (4 if case.kind == "full:sleep" else 1)
 
 
-@each(["alone"], ["between"])
+@each(["alone", "gather"], ["between"])
 def test_the_only_process_that_calls_a_collective_is_named_with_its_line(case, ended):
     for code, said in ended(case):
         assert code == 4, said

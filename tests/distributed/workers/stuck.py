@@ -2,9 +2,9 @@
 
     stuck.py FOLDER HEIGHT ENGINE KIND PLACE WHO STALL_S TIMEOUT_S
 
-KIND: `stop`, it is stopped; `sleep`; `raise`; `alone`, it calls a collective that the others do not
-call; `slow`, each of its micro-batches takes most of the limit, which is right. With `full:` in
-front, stderr is a full pipe that nobody reads.
+KIND: `stop`, it is stopped; `sleep`; `raise`; `alone` and `gather`, it calls a collective of PyTorch
+or of the World that the others do not call; `slow`, each of its micro-batches takes most of the
+limit, which is right. With `full:` in front, stderr is a full pipe that nobody reads.
 
 PLACE: `start`, `first`, `between`, `step`, `evaluate`, `save`, `end`.
 """
@@ -43,8 +43,9 @@ FIRST, LATER = 1, 5  # the steps of `first` and `step`
 
 
 class Now:
-    """The step, and whether the fault has been."""
+    """The step, whether the fault has been, and the world."""
 
+    world: World | None = None
     step = 0
     done = False
 
@@ -79,6 +80,9 @@ def fault(at: str) -> None:
         time.sleep(10_000)
     elif kind.endswith("raise"):
         raise ArithmeticError("boom")
+    elif kind == "gather":
+        assert Now.world is not None
+        Now.world.gather(None)
     elif kind == "alone":
         dist.all_reduce(torch.ones(1))
 
@@ -93,9 +97,9 @@ class Layer(nn.Linear):
 
 
 def world() -> World:
-    return World.from_env(
-        2, "cpu", engine=engine, stall_s=float(stall_s), timeout_s=float(timeout_s)
-    )
+    limits = {"stall_s": float(stall_s), "timeout_s": float(timeout_s)}
+    Now.world = World.from_env(2, "cpu", engine=engine, **limits)
+    return Now.world
 
 
 def data(samples: int = 64) -> TensorDataset:
