@@ -452,7 +452,6 @@ class StageOffload:
             activations.clear()
         self._activations.clear()
         self.memory.let_go()
-        self.memory.host.end_step()
 
 
 class StepCopies:
@@ -506,9 +505,9 @@ class StepCopies:
 
     def finish(self) -> None:
         """Ends a step in which nothing has failed."""
-        for stage in self._stages.values():
-            stage.memory.let_go()
-            stage.memory.host.end_step()
+        for memory in {stage.memory for stage in self._stages.values()}:
+            memory.let_go()
+            memory.host.end_step()
 
 
 class _Here(threading.local):

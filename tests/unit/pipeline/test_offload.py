@@ -8,7 +8,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from hybridtrain import HybridModel, PipelineOptions, World
+from hybridtrain import HybridModel, PipelineOptions, World, pipelined
 from hybridtrain.errors import ConfigError
 from hybridtrain.schedule import fullest_moments, make_schedule
 
@@ -238,6 +238,28 @@ def test_a_shorter_batch_and_an_evaluation_between_steps_work():
         {name: p.grad for name, p in model.named_parameters()},
         {name: p.grad for name, p in plain.named_parameters()},
     )
+
+
+def test_the_hosts_memory_shrinks_with_the_batch():
+    model = pipeline(2, schedule="gpipe", offload="all")
+    model.train_step(*batch(), F.cross_entropy)
+    host = model.stages[0].offload.memory.host
+    of_large = host.nbytes
+    model.train_step(*batch(4), F.cross_entropy)
+    assert host.nbytes < of_large / 2
+    assert host.most_nbytes == of_large
+
+
+def test_activations_wait_between_the_calls_of_a_pipelined_module_and_their_backward():
+    def gradients_of_calls(**options):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH))
+        net = pipelined(net, nb_part=2, devices="cpu", chunks=6, **options)
+        first, second = net(batch(6)[0]), net(batch(6, seed=1)[0])
+        (first.sum() * 2 + second.square().sum()).backward()
+        return {name: p.grad for name, p in net.named_parameters()}
+
+    assert_same(gradients_of_calls(offload="all"), gradients_of_calls())
 
 
 @pytest.mark.parametrize(
