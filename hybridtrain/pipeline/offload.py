@@ -130,11 +130,12 @@ class SavedStorage:
     Attributes:
         dtype: the dtype.
         begin, end: the elements of the storage that have been saved.
+        stays: whether it stays on the device; False until it is asked to leave.
     """
 
     __slots__ = (
-        *("__weakref__", "_alive", "_buffer", "_device", "_flat", "_memory", "_stays", "_tensors"),
-        *("begin", "dtype", "end"),
+        *("__weakref__", "_alive", "_buffer", "_device", "_flat", "_memory", "_tensors"),
+        *("begin", "dtype", "end", "stays"),
     )
 
     def __init__(self, memory: DeviceMemory, tensor: Tensor) -> None:
@@ -144,7 +145,7 @@ class SavedStorage:
         self._tensors: list[ref[SavedTensor]] = []
         self._buffer: HostBuffer | None = None  # from the beginning of the copy to the host on
         self._flat: Tensor | None = None  # what has come back
-        self._stays = False
+        self.stays = False
         self._alive = memory.alive(tensor)
 
     def add(self, saved: SavedTensor, tensor: Tensor) -> None:
@@ -167,7 +168,7 @@ class SavedStorage:
 
     def to_copy(self) -> Tensor | None:
         """Returns what is to be copied to the host; None if there is nothing, or it stays."""
-        if self._stays or self._buffer is not None:
+        if self.stays or self._buffer is not None:
             return None
         if self._flat is not None:
             return self._flat
@@ -176,7 +177,7 @@ class SavedStorage:
         if tensor is None:
             return None
         if 2 * self.nbytes <= tensor.untyped_storage().nbytes():  # such as a part of the batch
-            self._stays = True
+            self.stays = True
             return None
         return tensor.as_strided((self.end - self.begin,), (1,), self.begin)
 
@@ -434,7 +435,7 @@ class StageOffload:
     def count(self) -> None:
         """Counts what is on the device."""
         storages = (s for held in self._activations.values() for s in held.storages)
-        nbytes = sum(storage.nbytes for storage in storages if storage.is_on_device)
+        nbytes = sum(s.nbytes for s in storages if s.is_on_device and not s.stays)
         self.most_on_device = max(self.most_on_device, nbytes)
 
     def take(self, microbatch: int) -> Activations | None:
@@ -452,7 +453,6 @@ class StageOffload:
             activations.clear()
         self._activations.clear()
         self.memory.let_go()
-        self.memory.host.end_step()
 
 
 class StepCopies:
@@ -506,9 +506,9 @@ class StepCopies:
 
     def finish(self) -> None:
         """Ends a step in which nothing has failed."""
-        for stage in self._stages.values():
-            stage.memory.let_go()
-            stage.memory.host.end_step()
+        for memory in {stage.memory for stage in self._stages.values()}:
+            memory.let_go()
+            memory.host.end_step()
 
 
 class _Here(threading.local):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from hybridtrain import HybridModel, PipelineOptions, World
+from hybridtrain import HybridModel, PipelineOptions, World, pipelined
 from hybridtrain.errors import ConfigError
 from hybridtrain.schedule import fullest_moments, make_schedule
 
@@ -240,6 +240,28 @@ def test_a_shorter_batch_and_an_evaluation_between_steps_work():
     )
 
 
+def test_the_hosts_memory_shrinks_with_the_batch():
+    model = pipeline(2, schedule="gpipe", offload="all")
+    model.train_step(*batch(), F.cross_entropy)
+    host = model.stages[0].offload.memory.host
+    of_large = host.nbytes
+    model.train_step(*batch(4), F.cross_entropy)
+    assert host.nbytes < of_large / 2
+    assert host.most_nbytes == of_large
+
+
+def test_activations_wait_between_the_calls_of_a_pipelined_module_and_their_backward():
+    def gradients_of_calls(**options):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH))
+        net = pipelined(net, nb_part=2, devices="cpu", chunks=6, **options)
+        first, second = net(batch(6)[0]), net(batch(6, seed=1)[0])
+        (first.sum() * 2 + second.square().sum()).backward()
+        return {name: p.grad for name, p in net.named_parameters()}
+
+    assert_same(gradients_of_calls(offload="all"), gradients_of_calls())
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -263,23 +285,24 @@ def test_hooks_of_the_caller_are_an_error():
         model.train_step(*batch(4), F.cross_entropy)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-@pytest.mark.quick_cases("zb-h1")
-def test_copies_beside_the_computation_keep_the_bits_and_the_limit(schedule):
+@pytest.mark.parametrize(("schedule", "devices"), [("gpipe", 2), ("zb-h1", 4)])
+@pytest.mark.quick_cases(1)
+def test_copies_beside_the_computation_keep_the_bits_and_the_limit(schedule, devices):
     peaks, found = [], []
     for offload in ("none", "all"):
         torch.manual_seed(0)
-        net = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 10))
-        with stand_in_gpus(4, copy_s=1e-3) as gpus:
-            world = World.from_env(4, [str(device) for device in gpus.devices])
+        net = nn.Sequential(*(Block() for _ in range(devices)))
+        with stand_in_gpus(devices, copy_s=3e-4) as gpus:
+            world = World.from_env(devices, [str(device) for device in gpus.devices])
             options = PipelineOptions(chunks=8, schedule=schedule, offload=offload)
             model = HybridModel(net, world, options, self_check=False)
             found.append(gradients(model, 1, 8))
             peaks.append([gpus.peak_memory(device).allocated for device in gpus.devices])
     assert_same(found[1], found[0])
-    table = make_schedule(schedule, 4, 8, 1, None)
+    table = make_schedule(schedule, devices, 8, 1, None)
     for kept, moved, alive, on_device in zip(
         *peaks, fullest_moments(table), fullest_moments(table, offloading="overlapped"), strict=True
     ):
         fewer = max(m.inputs[0] for m in alive) - max(m.on_device[0] for m in on_device)
-        assert kept - moved >= (fewer - 1) * 5 * ROWS * WIDTH * 4
+        # the outputs of a layer norm and of tanh
+        assert kept - moved >= (fewer - 1) * 2 * ROWS * WIDTH * 4
