@@ -1,6 +1,7 @@
 """`trainer.deterministic=true`, typed: it sets PyTorch for one run, not for the next one."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ def test_a_deterministic_run_sets_pytorch_and_the_next_run_of_the_process_does_n
     found = []
     fit = Trainer.fit
 
-    def noted_fit(trainer: Trainer) -> None:
+    def noted_fit(trainer: Trainer, *texts: Any) -> Any:
         found.append(
             (torch.are_deterministic_algorithms_enabled(), trainer.model.world.repeats_bits)
         )
-        fit(trainer)
+        return fit(trainer, *texts)
 
     monkeypatch.setattr(Trainer, "fit", noted_fit)
     for words in (["trainer.deterministic=true"], ["run_name=next"]):
