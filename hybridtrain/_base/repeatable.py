@@ -1,4 +1,4 @@
-"""What decides the bits of a result on a device, so that a run can be repeated bit for bit.
+"""What decides the bits of a result on a device, so that a run can be repeated bitwise.
 
 `repeat_results` sets it for this process where a setting decides. GPU models and libraries also
 decide: `facts_of_bits` lists them, for a comparison over the ranks.
@@ -32,7 +32,7 @@ def repeat_results(repeat: bool) -> None:
         if torch.cuda.is_initialized():
             _log.warning(
                 "this process has used its GPU before: if it has multiplied matrices, results "
-                "cannot be repeated bit for bit; create the World first, or set %s=:4096:8 for "
+                "cannot be repeated bitwise; create the World first, or set %s=:4096:8 for "
                 "the process",
                 _CUBLAS,
             )

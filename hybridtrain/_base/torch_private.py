@@ -283,7 +283,7 @@ def repeat_compiled_results() -> None:
         if getattr(inductor, name):
             raise ConfigError(
                 f"torch._inductor.config.{name} chooses kernels by their time, so results cannot "
-                f"be repeated bit for bit: set it to False (in the environment, {variable}=0), or "
+                f"be repeated bitwise: set it to False (in the environment, {variable}=0), or "
                 f"remove {argument('replicas')} and {argument('deterministic')}"
             )
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1 << 30

@@ -39,7 +39,7 @@ def error_hints() -> dict[str, str]:
         ),
         "does not have a deterministic implementation": (
             f"{argument('deterministic')}, and {argument('replicas')} on GPUs, allow deterministic "
-            "algorithms only, so that results can be repeated bit for bit: replace the operation, "
+            "algorithms only, so that results can be repeated bitwise: replace the operation, "
             "or remove the argument that you have set"
         ),
     }

@@ -69,8 +69,9 @@ INSIDE = """
     cli.config.keys unit/test_naming.py
     cli.config.schema unit/launch/test_gpu_faults.py unit/price/test_pricing.py
     cli.config.schema unit/price/test_unequal_hardware.py
+    cli.config.schema unit/launch/test_repeatable.py
     cli.config.targets support/hostile_config.py
-    cli.run.build unit/launch/test_gpu_faults.py
+    cli.run.build unit/launch/test_gpu_faults.py unit/launch/test_repeatable.py
     cli.run.components unit/step/test_param_groups.py
     cli.run.directory unit/observe/test_progress.py
     cli.run.errors unit/launch/test_early_signals.py
@@ -128,7 +129,7 @@ INSIDE = """
     pipeline.recomputation_proof unit/pipeline/test_layer_state.py
     pipeline.recomputation_proof unit/pipeline/test_stand_in_gpus.py
     pipeline.recomputation_proof unit/step/test_optimizer_step.py
-    pipeline.reducer unit/launch/test_gpu_faults.py
+    pipeline.reducer unit/launch/test_gpu_faults.py unit/launch/test_repeatable.py
     pipeline.replicas unit/pipeline/test_replicas.py
     pipeline.point_to_point unit/pipeline/test_point_to_point.py
     pipeline.split_backward unit/pipeline/test_split_backward.py unit/test_emulated_devices.py

@@ -199,7 +199,7 @@ class TrainerConfig(Group):
     """The training loop."""
 
     deterministic: bool = False
-    """Repeat results bit for bit, also after a resume: use deterministic algorithms only; an
+    """Repeat results bitwise, also after a resume: use deterministic algorithms only; an
     operation without one raises an error. Sets `CUBLAS_WORKSPACE_CONFIG` unless the environment
     does. On GPUs, `world.replicas` implies it."""
     tf32: bool = False
