@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from hybridtrain.errors import setting
+
 LARGE_VOCABULARY = 65_536
 """With at least this many outputs, `head=auto` computes the loss without logits.
 
@@ -35,7 +37,7 @@ def head_of(net: nn.Module, head: str) -> HeadChoice:
         head: `auto`, `fused` or `plain`.
     """
     if head == "plain":
-        return HeadChoice((), "head=plain")
+        return HeadChoice((), setting("head", "plain"))
     linears = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear)}
     embeddings = getattr(net, "get_output_embeddings", None)
     found = embeddings() if callable(embeddings) else None

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.microbatch import batch_size, merge
 from hybridtrain.data import EvalLoader
-from hybridtrain.errors import ConfigError, setting
+from hybridtrain.errors import ConfigError, argument, setting
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.generation import answers, check_generates, prompts_of
 from hybridtrain.loss import (
@@ -169,8 +169,8 @@ def _score_texts(
     check_generates(model)
     if data.tokenizer is None:
         raise ConfigError(
-            "metrics of generated texts need the tokenizer of a model of transformers: use "
-            "data=datasets or data=chat, or pass tokenizer= to EvalLoader"
+            "metrics of generated texts need the tokenizer of a model of transformers: set "
+            f"{argument('tokenizer')} of the evaluation data"
         )
     prompts = list(prompts_of(inputs, targets))
     decode = partial(data.tokenizer.decode, skip_special_tokens=True)

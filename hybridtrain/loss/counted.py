@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hybridtrain._base.microbatch import Unread, batch_size, split
 from hybridtrain._base.torch_private import without_torch_function
 from hybridtrain._base.values import leaves_of
-from hybridtrain.errors import BatchError, ConfigError, UserError, setting
+from hybridtrain.errors import BatchError, ConfigError, UserError, argument, setting
 from hybridtrain.head import made_from
 from hybridtrain.loss.by_name import CountFn, LossFn, bce, cross_entropy, model_output, mse, nll
 from hybridtrain.loss.metrics import IGNORED
@@ -66,7 +66,7 @@ class CountedLoss:
             raise UserError(
                 "loss_fn reads parameters or buffers of the model that another process holds: with "
                 f"{setting('engine', 'distributed')} it can use only the output and the targets "
-                "(for an L2 penalty, set weight_decay= of the optimizer), or set "
+                f"(for an L2 penalty, set {argument('weight_decay')} of the optimizer), or set "
                 f"{setting('engine', 'local')}"
             )
         if isinstance(value, tuple) and len(value) == 2:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from hybridtrain.models.basicnet import basicnet
     from hybridtrain.models.gpt import gpt
     from hybridtrain.models.lora import lora as lora
-    from hybridtrain.models.mlp import mlp
     from hybridtrain.models.quantized import quantize as quantize
+    from hybridtrain.models.tabular_mlp import tabular_mlp
     from hybridtrain.models.timm_models import timm_model
     from hybridtrain.models.torchvision_models import torchvision_model
     from hybridtrain.models.transformer import transformer
@@ -37,7 +37,7 @@ WRAPPERS = {
 __all__ = [
     "basicnet",
     "gpt",
-    "mlp",
+    "tabular_mlp",
     "timm_model",
     "torchvision_model",
     "transformer",
@@ -49,7 +49,7 @@ import_on_first_use(
     [
         "hybridtrain.models.basicnet:basicnet",
         "hybridtrain.models.gpt:gpt",
-        "hybridtrain.models.mlp:mlp",
+        "hybridtrain.models.tabular_mlp:tabular_mlp",
         "hybridtrain.models.timm_models:timm_model",
         "hybridtrain.models.torchvision_models:torchvision_model",
         "hybridtrain.models.transformer:transformer",

@@ -138,7 +138,8 @@ def _refuse_fixed_order(settings: Mapping[str, Any]) -> None:
     if settings.get("head", "plain") != "plain":
         raise ConfigError(
             f"{setting('head', settings['head'])}: a pipelined model returns its logits, so its "
-            "loss cannot be computed without them: leave head= out, or use HybridModel"
+            f"loss cannot be computed without them: leave {argument('head')} out, or use "
+            "HybridModel"
         )
 
 

@@ -52,7 +52,7 @@ class StepWork:
         tensors = self.optimizer_tensors_per_param
         if callable(tensors):
             raise ValueError(
-                "optimizer_tensors_per_param= is a function of the model: price it "
+                f"{argument('optimizer_tensors_per_param')} is a function of the model: price it "
                 "with find_plans, or give the bytes of state in the sizes of the table"
             )
         return round(trained * tensors)

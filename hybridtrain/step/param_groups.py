@@ -92,7 +92,9 @@ def parameter_groups(
     if layer_decay is not None and not 0 < layer_decay <= 1:
         raise ConfigError(f"{setting('layer_decay', layer_decay)} must be above 0 and at most 1")
     if layer_decay is not None and lr is None:
-        raise ConfigError(f"{argument('layer_decay')} multiplies a learning rate: also set lr=")
+        raise ConfigError(
+            f"{argument('layer_decay')} multiplies a learning rate: also set {argument('lr')}"
+        )
     blocks = list(dict.fromkeys(_block(name) for name in trainable))
     groups: dict[tuple[int, str | None, bool | None], dict[str, Any]] = {}
     for name in trainable:

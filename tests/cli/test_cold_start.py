@@ -50,7 +50,7 @@ def test_a_run_imports_the_data_set_and_the_model_that_it_names_and_no_other(run
     _, _, _, modules = run
     packages = ("hybridtrain.datasets.", "hybridtrain.models.")
     plugins = {module.partition(".")[2] for module in modules if module.startswith(packages)}
-    shared = {"datasets.standard_input", "models.check"}
+    shared = {"datasets.standard_input", "models.check", "models.quantized"}
     assert plugins - shared == {"datasets.digits", "models.basicnet"}
 
 

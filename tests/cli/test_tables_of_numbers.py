@@ -11,7 +11,7 @@ from cli_runs import fail, succeed
 pytest.importorskip("datasets")
 
 RUN = [
-    *("data=table", "data.path=d.csv", "model=mlp", "model.hidden=[16]", "optim=adamw"),
+    *("data=table", "data.path=d.csv", "model=tabular_mlp", "model.hidden=[16]", "optim=adamw"),
     *("optim.lr=0.02", "data.batch_size=16", "trainer.epochs=null", "trainer.steps=40"),
     *("world.devices=cpu", "monitor.report=false", "run_name=t"),
 ]

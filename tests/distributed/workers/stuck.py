@@ -2,9 +2,9 @@
 
     stuck.py FOLDER HEIGHT ENGINE KIND PLACE WHO STALL_S TIMEOUT_S
 
-KIND: `stop`, it is stopped; `sleep`; `raise`; `alone` and `gather`, it calls a collective of PyTorch
-or of the World that the others do not call; `slow`, each of its micro-batches takes most of the
-limit, which is right. With `full:` in front, stderr is a full pipe that nobody reads.
+KIND: `stop`, it is stopped; `sleep`; `raise`; `alone` and `gather`, it calls a collective of
+PyTorch or of the World that the others do not call; `slow`, each of its micro-batches takes
+most of the limit, which is right. With `full:` in front, stderr is a full pipe that nobody reads.
 
 PLACE: `start`, `first`, `between`, `step`, `evaluate`, `save`, `end`.
 """

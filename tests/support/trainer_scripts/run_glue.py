@@ -44,7 +44,7 @@ def main():
 
     files = {"train": data_args.train_file, "validation": data_args.validation_file}
     raw = load_dataset("json", data_files=files, cache_dir=model_args.cache_dir)
-    labels = sorted(raw["train"].unique("label"))
+    labels = sorted(map(str, raw["train"].unique("label")))
 
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, num_labels=len(labels))
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
@@ -63,7 +63,7 @@ def main():
             max_length=data_args.max_seq_length,
             truncation=True,
         )
-        result["label"] = [model.config.label2id[label] for label in examples["label"]]
+        result["label"] = [model.config.label2id[str(label)] for label in examples["label"]]
         return result
 
     data = raw.map(preprocess, batched=True)

@@ -71,7 +71,9 @@ def test_the_key_of_the_command_line_is_set_before_the_processes_join(one_gpu, m
     config = Config()
     config.trainer.deterministic, config.world.devices = True, "cpu"
     before_joining = []
-    monkeypatch.setattr(World, "_watched", lambda world: before_joining.append(is_set()) or world)
+    monkeypatch.setattr(
+        World, "_watched", lambda world, _: before_joining.append(is_set()) or world
+    )
     assert build.join_processes(config).deterministic
     assert before_joining == [(True, ":4096:8", False)]
 

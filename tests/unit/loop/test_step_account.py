@@ -160,7 +160,7 @@ def lines_with(text, trainer):
 
 
 def test_slow_loading_is_answered_with_workers():
-    (line,) = lines_with("workers=", trained(loading=5e-3))
+    (line,) = lines_with("workers=", trained(loading=1e-2))
     assert " ms instead of " in line
 
 

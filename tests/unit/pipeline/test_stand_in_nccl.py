@@ -38,7 +38,7 @@ class Wires:
     """The wires of two processes with a stage each, which know the formats of their messages."""
 
     def __init__(self, gpus, nccl):
-        stage = SimpleNamespace()
+        stage = SimpleNamespace(offload=None)
         message = [(on(gpus, SENDER, 0.0),)]
         formats = dict.fromkeys(map(forward, range(4)), pack(message, unique=True)[0])
         schedule = make_schedule("gpipe", len(PEERS), 4)

@@ -62,7 +62,7 @@ def here(tmp_path_factory):
     for part, rows in (("train", 30), ("test", 11)):
         (folder / f"{part}.txt").write_text("\n".join(sentence() for _ in range(2 * rows)))
         pairs = [
-            {"sentence1": sentence(), "sentence2": sentence(), "label": f"kind {row % 3}"}
+            {"sentence1": sentence(), "sentence2": sentence(), "label": row % 3}
             for row in range(rows)
         ]
         texts = [{"text": sentence()} for _ in range(rows)]

@@ -11,7 +11,7 @@ from hybridtrain.models.check import check_dropout, check_sizes, returns
 
 
 @returns(lambda arguments: "values" if arguments.get("task") == "regression" else "logits")
-def mlp(
+def tabular_mlp(
     num_features: int,
     num_classes: int,
     hidden: Sequence[int] | None = None,
