@@ -101,7 +101,7 @@ def test_replicas_that_wait_for_one_another_by_turns_are_not_called_slow():
 
 
 def test_slow_loading_is_data():
-    account = mean_of(trained(loading=5e-3))
+    account = mean_of(trained(loading=2e-2))
     assert account.data > account.forward + account.backward + account.bubble
 
 
@@ -160,12 +160,12 @@ def lines_with(text, trainer):
 
 
 def test_slow_loading_is_answered_with_workers():
-    (line,) = lines_with("workers=", trained(loading=1e-2))
+    (line,) = lines_with("workers=", trained(loading=2e-2))
     assert " ms instead of " in line
 
 
 def test_a_bubble_is_answered_with_more_micro_batches_and_what_they_would_bring():
-    (line,) = lines_with("chunks=4", trained(stages=(2e-3, 2e-3), chunks=2))
+    (line,) = lines_with("chunks=4", trained(stages=(1e-2, 1e-2), chunks=2))
     assert " ms instead of " in line
 
 
@@ -195,22 +195,22 @@ def test_micro_batches_of_one_sample_are_not_divided():
 
 
 def test_uneven_stages_are_answered_with_a_split_by_time():
-    (line,) = lines_with("stage 1 takes", trained(stages=(2e-4, 2e-3), chunks=8))
+    (line,) = lines_with("stage 1 takes", trained(stages=(2e-4, 1e-2), chunks=8))
     assert "split=time" in line
 
 
 def test_recomputation_is_answered_with_keeping_the_activations_and_what_they_take():
-    trainer = trained(stages=(1e-3, 1e-3), chunks=8, recompute="always")
+    trainer = trained(stages=(5e-3, 5e-3), chunks=8, recompute="always")
     (line,) = lines_with("recomputation takes", trainer)
     assert "recompute=never would take" in line
     assert re.search(r"up to \S+ KiB more", line)
 
 
 CASES = {
-    "data": {"loading": 5e-3},
-    "bubble": {"stages": (2e-3, 2e-3), "chunks": 2},
-    "imbalance": {"stages": (2e-4, 2e-3), "chunks": 8},
-    "recompute": {"stages": (1e-3, 1e-3), "chunks": 8, "recompute": "always"},
+    "data": {"loading": 2e-2},
+    "bubble": {"stages": (1e-2, 1e-2), "chunks": 2},
+    "imbalance": {"stages": (2e-4, 1e-2), "chunks": 8},
+    "recompute": {"stages": (5e-3, 5e-3), "chunks": 8, "recompute": "always"},
 }
 
 
