@@ -571,7 +571,7 @@ class HybridModel:
         self._follow_changes(trains=True)
         self._compare_loss(loss_fn)
         if sync:  # the same number on all ranks
-            self._settings_check.begin_step(self.pipeline.trained, self.stages)
+            self._settings_check.begin_step(self.pipeline)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
         sizes = cut.sizes

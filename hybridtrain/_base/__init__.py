@@ -9,10 +9,10 @@ devices          chooses a process's devices and backend
 files            files that are complete or absent, opened without following links
 hardware         the hardware that costs are predicted for: devices, nodes and links
 intra_op_threads the number of threads that a kernel on the CPU uses
-joining, values  checks for merging outputs, and the kinds of values in outputs
 microbatch       cuts a batch into micro-batches
+module_call      a replacement of what calling a module does
 objects          sends values between processes, encoded by the codec
-patched_forwards forwards that a script has assigned, in copies of their modules
+output_layer     the layer that a model of transformers says computes its output
 patched_forwards forwards that libraries have put on a module, in its copies
 plain_numbers    numbers of NumPy and other libraries as Python numbers
 precision        autocast, and the thread-local state that engine threads inherit

@@ -7,7 +7,6 @@ but inside of `lazily()` its product is lazy. Everywhere else the call is the mo
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hybridtrain._base.module_call import ModuleCall
 from hybridtrain._base.torch_private import compiled_call, in_backward, replace_call
 from hybridtrain.head.lazy_logits import lazy_linear
 
@@ -44,31 +44,17 @@ class _LazyProducts(TorchFunctionMode):
         return (lazy_linear if func is F.linear else func)(*args, **kwargs or {})
 
 
-class HeadCall:
-    """What calling a linear layer of the head does; see the module.
-
-    Does not hold the module, which holds this: a deleted model is freed at once.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+class HeadCall(ModuleCall):
+    """What calling a linear layer of the head does; see the module."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
-        module = self._module()
-        assert module is not None
+        module = self.module
         # in a backward it runs again, because it is recomputed, and must save the same tensors
         if not (_state.is_lazy or in_backward()):
             return module._call_impl(*args, **kwargs)
         with _LazyProducts():
             return module._call_impl(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Leaves a copy of the module without this; parametrized modules copy all they hold."""
-
-    def __reduce__(self) -> Any:
-        """Leaves a pickle of the module without this, for the same reason."""
-        return type(None), ()
 
 
 def install(net: nn.Module, names: Collection[str]) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from hybridtrain._base.output_layer import output_embeddings
 from hybridtrain.errors import setting
 
 LARGE_VOCABULARY = 65_536
@@ -39,9 +40,8 @@ def head_of(net: nn.Module, head: str) -> HeadChoice:
     if head == "plain":
         return HeadChoice((), setting("head", "plain"))
     linears = {name: m for name, m in net.named_modules() if isinstance(m, nn.Linear)}
-    embeddings = getattr(net, "get_output_embeddings", None)
-    found = embeddings() if callable(embeddings) else None
-    inside = set(map(id, found.modules())) if isinstance(found, nn.Module) else set()
+    output = output_embeddings(net)
+    inside = set() if output is None else set(map(id, output.modules()))
     names = [name for name, module in linears.items() if id(module) in inside] or list(linears)
     if not names:
         return HeadChoice((), "the model has no nn.Linear")

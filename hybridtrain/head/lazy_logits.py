@@ -483,10 +483,10 @@ def _reshape(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     count = logits.numel()
     if -1 in shape:
-        known = math.prod(size for size in shape if size != -1)
-        if not known or count % known:
+        given = math.prod(size for size in shape if size != -1)
+        if not given or count % given:
             return NotImplemented
-        shape[shape.index(-1)] = count // known
+        shape[shape.index(-1)] = count // given
     if math.prod(shape) != count or shape[-1] != recipe.classes:
         return NotImplemented
 

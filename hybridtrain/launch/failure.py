@@ -244,5 +244,5 @@ def _only_prints(hook: Any) -> bool:
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         # init_process_group's, which puts the rank in front of each line
         inside = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-        return all(_only_prints(each) for each in inside if callable(each))
+        return all(_only_prints(function) for function in inside if callable(function))
     return hook is sys.__excepthook__

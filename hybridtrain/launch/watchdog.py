@@ -179,8 +179,8 @@ def _blame(frame: FrameType) -> int:
 
 def _without(frame: FrameType | None, files: tuple[str, ...]) -> FrameType | None:
     """Returns the innermost frame that is not in one of these files or folders."""
-    outer = _frames(frame)
-    return next((each for each in outer if not each.f_code.co_filename.startswith(files)), None)
+    outer_frames = _frames(frame)
+    return next((f for f in outer_frames if not f.f_code.co_filename.startswith(files)), None)
 
 
 def _user_frame(frame: FrameType | None) -> str:

@@ -102,11 +102,11 @@ def answers(model: HybridModel, prompts: Sequence[Prompt], max_new_tokens: int) 
         return []
     net: Any = model.net
     ends = net.generation_config.eos_token_id
-    known = {*(ends if isinstance(ends, list) else [ends])} - {None}
+    end_tokens = {*(ends if isinstance(ends, list) else [ends])} - {None}
     is_alone = model.world.nb_part == model.world.processes_per_replica == 1
     with model.evaluating(), torch.no_grad(), model.autocast():
-        ids = (_cached if is_alone else _through_stages)(model, prompts, max_new_tokens, known)
-    return [_without_end(row, known) for row in ids]
+        ids = (_cached if is_alone else _through_stages)(model, prompts, max_new_tokens, end_tokens)
+    return [_without_end(row, end_tokens) for row in ids]
 
 
 def _without_end(ids: Tensor, ends: set[int]) -> Tensor:

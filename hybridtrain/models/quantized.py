@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain._base.construction import computed_from, has_values
+from hybridtrain._base.output_layer import output_embeddings
 from hybridtrain.errors import ConfigError, argument, check_choice, closest, setting
 
 KINDS = ("nf4", "int8")
@@ -269,13 +270,13 @@ def quantize(net: nn.Module, kind: str = "nf4", keep: Sequence[str] | None = Non
                 f"{setting('keep', name)}: a {type(net).__name__} has no such linear layer"
                 + (f"; did you mean {close!r}?" if close else "")
             )
-    kept = {id(module) for module in _heads(net, layers)}
+    plain_ids = {id(module) for module in _heads(net, layers)}
     shared = _shared(net)
     chosen = [
         name
         for name, layer in layers.items()
         if type(layer) is nn.Linear
-        and not (id(layer) in kept or id(layer.weight) in shared or _matches(name, names))
+        and not (id(layer) in plain_ids or id(layer.weight) in shared or _matches(name, names))
         and layer.in_features % 2 == 0
     ]
     if not chosen:
@@ -334,10 +335,9 @@ def describe_quantization(net: nn.Module) -> str:
 
 def _heads(net: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
     """Returns the layers that compute the output."""
-    outputs = getattr(net, "get_output_embeddings", lambda: None)()
     heads = [layer for name, layer in layers.items() if _matches(name, _HEADS)]
-    if outputs is not None:
-        heads.append(outputs)
+    if (output := output_embeddings(net)) is not None:
+        heads.append(output)
     return heads or [*layers.values()][-1:]
 
 

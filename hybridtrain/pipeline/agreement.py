@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridtrain._base.microbatch import Unread, first_share
-from hybridtrain._base.rank_differences import differences, facts_here
+from hybridtrain._base.rank_differences import check_same, differences, facts_here
 from hybridtrain._base.repeatable import facts_of_bits
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import (
@@ -250,12 +250,12 @@ def check_same_bits(world: World) -> None:
     """
     if world.size == 1 or world.fixed_replicas is None:
         return
-    facts = facts_here(facts_of_bits(world.devices[0]))
-    for name, values in differences(world.gather(facts)):
-        raise ConfigError(
-            f"{name} differs between ranks: {values}: make it equal, or remove "
-            f"{argument('replicas')}, which promises equal bits on any number of processes"
-        )
+    check_same(
+        world.gather,
+        facts_of_bits(world.devices[0]),
+        f": make it equal, or remove {argument('replicas')}, which promises equal bits on any "
+        "number of processes",
+    )
 
 
 def check_frozen_alike(names: Sequence[str], world: World) -> None:

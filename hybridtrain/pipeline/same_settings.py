@@ -15,7 +15,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from hybridtrain._base.rank_differences import (
 )
 from hybridtrain.pipeline.forward import ForwardStage
 from hybridtrain.world import World
+
+if TYPE_CHECKING:
+    from hybridtrain.pipeline.pipeline import Pipeline
 
 _log = logging.getLogger(__name__)
 
@@ -133,16 +136,13 @@ class SettingsCheck:
         self.has_loss = True
         _compare(self._world, facts, alike)
 
-    def begin_step(
-        self, parameters: Sequence[nn.Parameter], stages: Sequence[ForwardStage]
-    ) -> None:
+    def begin_step(self, pipeline: Pipeline) -> None:
         """Begins a step that averages gradients; compares the optimizers of earlier ones.
 
         It sends digests in the second, fourth, eighth... step, until an optimizer has been seen.
 
         Args:
-            parameters: the parameters of the model in this process.
-            stages: the stages of this process.
+            pipeline: the model's pipeline.
 
         Raises:
             ConfigError: see `check_optimizers`.
@@ -151,7 +151,7 @@ class SettingsCheck:
             return
         self._steps += 1
         if self._hook is None:
-            self._held = set(map(id, parameters))
+            self._held = set(map(id, pipeline.trained))
             self._hook = _on_steps(self)
         elif self._sent is not None:
             (seen, values, work), self._sent = self._sent, None
@@ -160,7 +160,7 @@ class SettingsCheck:
             if largest == -minus_smallest:  # on all ranks that have seen an optimizer
                 self._end()
             elif largest > _NONE:
-                self.check_optimizers(seen, stages)
+                self.check_optimizers(seen, pipeline.stages)
         elif self._steps & (self._steps - 1) == 0:
             seen = list(self._seen)
             number = int(_digest(optimizer_facts(seen)), 16) >> 2
@@ -217,12 +217,11 @@ def _on_steps(check: SettingsCheck) -> RemovableHandle:
 
 def optimizer_facts(optimizers: Sequence[Any]) -> tuple[dict[str, str], dict[str, str]]:
     """Returns facts that all ranks share, and facts that the ranks of a stage share."""
-    inner = [one for each in optimizers for one in getattr(each, "optimizers", [each])]
-    inner = [getattr(each, "inner", each) for each in inner]
     everywhere, in_stage = dict[str, str](), dict[str, str]()
-    for number, optimizer in enumerate(inner):
+    count = len(optimizers)
+    for number, optimizer in enumerate(optimizers):
         # ranks with other numbers of optimizers are not compared
-        which = "the optimizer" if len(inner) == 1 else f"optimizer {number} of {len(inner)}"
+        which = "the optimizer" if count == 1 else f"optimizer {number} of {count}"
         everywhere[f"the class of {which}"] = type(optimizer).__qualname__
         defaults = _settings(getattr(optimizer, "defaults", {}))
         everywhere |= {f"{name}= of {which}": text for name, text in defaults.items()}

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import Parameter
 from torch.optim import AdamW, Muon
 
+from hybridtrain._base.output_layer import output_embeddings
 from hybridtrain.errors import ConfigError
 from hybridtrain.model import HybridModel
 from hybridtrain.step.param_groups import CombinedOptimizer, fits, parameter_groups
@@ -160,11 +161,9 @@ def matrices_of(net: nn.Module) -> list[str]:
     """
     modules = list(net.modules())
     apart: list[nn.Module] = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    find_head = getattr(net, "get_output_embeddings", None)
-    head = find_head() if callable(find_head) else None
-    if head is None:
-        head = next((m for m in reversed(modules) if isinstance(m, nn.Linear)), None)
-    apart += [head] if isinstance(head, nn.Module) else []
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    head = output_embeddings(net)
+    apart += linears[-1:] if head is None else [head]
     left_out = {id(parameter) for module in apart for parameter in module.parameters()}
     return [
         name

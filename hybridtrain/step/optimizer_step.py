@@ -38,6 +38,7 @@ from hybridtrain.step.loss_mean import LossMean
 from hybridtrain.step.param_groups import (
     CombinedOptimizer,
     check_optimizer,
+    inner_optimizers,
     show_weights,
     take_step,
 )
@@ -351,7 +352,7 @@ class OptimizerStep:
         """
         step = self.in_progress
         if step.norm is None:
-            self.model.compare_optimizers(self.optimizers)
+            self._compare_over_ranks()
             if self._check is not None:
                 self._check.drop_gradients_left_out(self.optimizers)  # [3]
             if self.scaler.is_enabled():
@@ -361,6 +362,12 @@ class OptimizerStep:
             self._on_gradients()
             step.norm = self.model.grad_norm()
         return step.norm
+
+    def _compare_over_ranks(self) -> None:
+        unsharded = [getattr(optimizer, "inner", optimizer) for optimizer in self.optimizers]
+        self.model.compare_optimizers(
+            [inner for optimizer in unsharded for inner in inner_optimizers(optimizer)]
+        )
 
     def clip(self, max_norm: float) -> Tensor:
         """Clips the gradients to `max_norm` if they are finite; returns the norm before

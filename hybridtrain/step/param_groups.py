@@ -248,7 +248,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Returns the optimizers that a `CombinedOptimizer` combines, or `optimizer` alone."""
     if not isinstance(optimizer, CombinedOptimizer):
         return [optimizer]
-    return [inner for each in optimizer.optimizers for inner in inner_optimizers(each)]
+    return [inner for part in optimizer.optimizers for inner in inner_optimizers(part)]
 
 
 def take_step(optimizer: Optimizer, step: Callable[[], object], key: str | None = None) -> None:

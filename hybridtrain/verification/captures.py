@@ -129,11 +129,11 @@ def _code_and_numbers(value: Any, seen: set[int]) -> Iterator[Any]:
         parts = [value.__func__]
     elif isinstance(value, FunctionType):
         code, named = value.__code__, value.__kwdefaults__ or {}
-        constants = [each for each in code.co_consts if type(each) in (bool, int, float)]
+        constants = [value for value in code.co_consts if type(value) in (bool, int, float)]
         yield code.co_qualname, names_in(code), constants
         captured = [*(value.__defaults__ or ()), *named.values()]
         captured += map(_content, value.__closure__ or ())
-        numbers = [each for each in _globals_of(value).values() if type(each) is float]
+        numbers = [number for number in _globals_of(value).values() if type(number) is float]
         parts = captured + numbers
     for part in parts:
         yield from _code_and_numbers(part, seen)

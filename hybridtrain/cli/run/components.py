@@ -315,10 +315,10 @@ def _metric_by_name(name: str, chosen: Any, metadata: Mapping[str, Any]) -> Any:
     key = f"trainer.metrics.{name}"
     for setting in settings:
         if setting not in takes or setting in facts:
-            known = [f"{key}.{other}" for other in takes if other not in ("name", *facts)]
-            if not known:
+            takes_keys = [f"{key}.{other}" for other in takes if other not in ("name", *facts)]
+            if not takes_keys:
                 raise ConfigError(f"{key} takes no arguments: remove {setting}")
-            raise ConfigError(unknown_key(f"{key}.{setting}", known))
+            raise ConfigError(unknown_key(f"{key}.{setting}", takes_keys))
     with naming({setting: f"{key}.{setting}" for setting in settings}):
         return make(**{k: value for k, value in facts.items() if k in takes}, **settings)
 
@@ -494,7 +494,7 @@ def _with_fused_decided(
         return plain
     groups = [group for group in trained if isinstance(group, dict)]
     settings = [plain, *groups]
-    if any(each.get("foreach") is not None or each.get("differentiable") for each in settings):
+    if any(group.get("foreach") is not None or group.get("differentiable") for group in settings):
         return plain  # the user's choice of another implementation
     parameters = [p for group in groups for p in group["params"]] or trained
     fused = {**plain, "fused": True}

@@ -10,7 +10,6 @@ surrounds both, needs no hook of its own, and neither copies nor pickles of the 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.microbatch import map_tensors
+from hybridtrain._base.module_call import ModuleCall
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
 from hybridtrain._base.torch_private import (
     compile_module,
@@ -55,24 +55,21 @@ if TYPE_CHECKING:
 _NONE: AbstractContextManager[Any] = nullcontext()
 
 
-class LayerCall:
+class LayerCall(ModuleCall):
     """What calling the module of a layer does; see the module.
-
-    Does not hold the module, which holds this: a deleted model is freed at once.
 
     Attributes:
         device: where a call outside of trips finds its arguments; None: where they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module)
         self.compiled = compiled_call(module)
         self.device: torch.device | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer in the trip of this thread, or the module alone."""
-        module, trip = self._module(), here.trip
-        assert module is not None
+        module, trip = self.module, here.trip
         if trip is not None and trip.is_in_forward and trip.layer is None:
             place = trip.place_of(module)
             if isinstance(place, LayerPlace):
@@ -82,13 +79,6 @@ class LayerCall:
         elif trip is None and self.device is not None:  # such as generation, which calls parts
             args, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device), (args, kwargs))
         return (self.compiled or module._call_impl)(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Leaves a copy of the module without this; parametrized modules copy all they hold."""
-
-    def __reduce__(self) -> Any:
-        """Leaves a pickle of the module without this, for the same reason."""
-        return type(None), ()
 
 
 def install(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:

@@ -126,11 +126,11 @@ CARD = {"the GPU": "NVIDIA H200, 132 multiprocessors", "the version of CUDA": "1
     [
         (
             {"the GPU": "NVIDIA A100, 108 multiprocessors"},
-            r"the GPU differs between ranks: NVIDIA H200, 132 multiprocessors on rank 0 \(node0\), "
+            r"the GPU differs between the ranks: NVIDIA H200, 132 multiprocessors on rank 0 \(node0\), "
             r"NVIDIA A100, 108 multiprocessors on rank 1 \(node1\): make it equal, or remove "
             r"replicas=",
         ),
-        ({"the version of CUDA": "12.9"}, "the version of CUDA differs between ranks"),
+        ({"the version of CUDA": "12.9"}, "the version of CUDA differs between the ranks"),
     ],
 )
 def test_ranks_that_cannot_compute_equal_bits_are_refused_in_one_line(monkeypatch, change, message):
@@ -143,7 +143,7 @@ def test_ranks_that_cannot_compute_equal_bits_are_refused_in_one_line(monkeypatc
 def test_a_model_is_not_built_over_ranks_that_differ(monkeypatch):
     of_ranks = [RankFacts({"the GPU": card}, "here") for card in "ab"]
     monkeypatch.setattr(World, "gather", lambda *_: of_ranks)
-    with pytest.raises(ConfigError, match="the GPU differs between ranks"):
+    with pytest.raises(ConfigError, match="the GPU differs between the ranks"):
         HybridModel(nn.Linear(4, 4), World(size=2, fixed_replicas=2))
 
 
