@@ -127,7 +127,8 @@ CARD = {"the GPU": "NVIDIA H200, 132 multiprocessors", "the version of CUDA": "1
         (
             {"the GPU": "NVIDIA A100, 108 multiprocessors"},
             r"the GPU differs between the ranks: "
-            r"NVIDIA H200, 132 multiprocessors on rank 0 \(node0\), NVIDIA A100, 108 multiprocessors on rank 1 \(node1\): make it equal, or remove "
+            r"NVIDIA H200, 132 multiprocessors on rank 0 \(node0\), "
+            r"NVIDIA A100, 108 multiprocessors on rank 1 \(node1\): make it equal, or remove "
             r"replicas=",
         ),
         ({"the version of CUDA": "12.9"}, "the version of CUDA differs between the ranks"),
