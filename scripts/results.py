@@ -36,6 +36,7 @@ from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.components import build_lr_schedule, build_model, build_optimizer
 from hybridtrain.cli.run.run_data import load_data
 from hybridtrain.data import EvalLoader, TrainLoader
+from hybridtrain.data.splits import DataSplits
 from hybridtrain.options import LoaderOptions
 
 ASSETS = Path(__file__).resolve().parents[1] / "docs/assets"
@@ -102,7 +103,7 @@ def read_novels(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def write_bert(folder: Path, texts: list[str]) -> None:
+def write_bert(folder: Path, texts: list[str], width: int = 128, layers: int = 4) -> None:
     """Writes a small BERT with random weights, and a tokenizer of the texts."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
@@ -115,8 +116,8 @@ def write_bert(folder: Path, texts: list[str]) -> None:
     )  # fmt: skip
     fast.save_pretrained(folder)
     config = BertConfig(
-        vocab_size=len(fast), hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        intermediate_size=512, max_position_embeddings=512, num_labels=6,
+        vocab_size=len(fast), hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        intermediate_size=4 * width, max_position_embeddings=512, num_labels=6,
     )  # fmt: skip
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
@@ -142,8 +143,7 @@ def plain(recipe: str, words: list[str]) -> list[dict[str, Any]]:
     data = load_data(config, world)
     torch.manual_seed(config.seed)
     net = build_model(config, data)
-    if config.init_from is not None:
-        net.load_state_dict(load_file("bert/model.safetensors"), strict=False)
+    load_base(config, net)
     options = LoaderOptions(collate=data.collate)
     batches = TrainLoader(
         data.train, config.data["batch_size"], world, seed=config.seed, options=options
@@ -167,17 +167,34 @@ def plain(recipe: str, words: list[str]) -> list[dict[str, Any]]:
         if step % 10 == 0:  # as the recipe logs it: the mean of the steps since the last line
             lines.append({"step": step, "train/loss": sum(recent) / len(recent)})
             recent.clear()
-    net.eval()
-    held_out = EvalLoader(data.eval, config.data["batch_size"], world, options=options)
-    sums = torch.zeros(3, dtype=torch.float64)
-    with torch.no_grad():
-        for inputs, targets in held_out:
-            loss, right, count = loss_of(config, net, inputs, targets)
-            sums += torch.tensor([loss * count, right, count])
-    mean, accuracy = (sums[:2] / sums[2]).tolist()
+    mean, accuracy = held_out(config, net, data)
     lines.append({"step": steps, "eval/loss": mean, "eval/accuracy": accuracy})
     done.write_text(json.dumps(lines))
     return lines
+
+
+def load_base(config: Config, net: nn.Module) -> None:
+    """Loads the weights of `init_from`, those that the folder has."""
+    given = config.init_from
+    if given is not None:
+        folder = given if isinstance(given, str) else given["path"]
+        weights = load_file(Path(folder) / "model.safetensors")
+        net.load_state_dict(weights, strict=False)
+
+
+def held_out(config: Config, net: nn.Module, data: DataSplits) -> tuple[float, float]:
+    """Returns the mean loss and the accuracy on the held-out samples."""
+    net.eval()
+    options = LoaderOptions(collate=data.collate)
+    sums = torch.zeros(3, dtype=torch.float64)
+    with torch.no_grad():
+        for inputs, targets in EvalLoader(
+            data.eval, config.data["batch_size"], World(), options=options
+        ):
+            loss, right, count = loss_of(config, net, inputs, targets)
+            sums += torch.tensor([loss * count, right, count])
+    mean, accuracy = (sums[:2] / sums[2]).tolist()
+    return mean, accuracy
 
 
 def loss_of(

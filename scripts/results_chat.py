@@ -108,7 +108,7 @@ def documented(owner: Any, path: str) -> list[tuple[str, Any]]:
     return things
 
 
-def write_llama(folder: Path, texts: list[str]) -> None:
+def write_llama(folder: Path, texts: list[str], width: int = 128, layers: int = 4) -> None:
     """Writes a small Llama with random weights, and a tokenizer of the texts with a template."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -122,8 +122,8 @@ def write_llama(folder: Path, texts: list[str]) -> None:
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(fast), hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-        intermediate_size=384, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+        vocab_size=len(fast), hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
+        intermediate_size=3 * width, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
