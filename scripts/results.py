@@ -103,7 +103,9 @@ def read_novels(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def write_bert(folder: Path, texts: list[str], width: int = 128, layers: int = 4) -> None:
+def write_bert(
+    folder: Path, texts: list[str], width: int = 128, layers: int = 4, dropout: float = 0.1
+) -> None:
     """Writes a small BERT with random weights, and a tokenizer of the texts."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
@@ -118,6 +120,7 @@ def write_bert(folder: Path, texts: list[str], width: int = 128, layers: int = 4
     config = BertConfig(
         vocab_size=len(fast), hidden_size=width, num_hidden_layers=layers, num_attention_heads=4,
         intermediate_size=4 * width, max_position_embeddings=512, num_labels=6,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
