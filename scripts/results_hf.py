@@ -49,10 +49,6 @@ RECIPES = {
     "bert_classifier": [
         *("data.path=paragraphs.jsonl", "model.source=./bert_512", "data.max_len=96"),
         *("data.batch_size=32", "optim.lr=2e-4", "trainer.steps=100"),
-        *(
-            "+model.config.hidden_dropout_prob=0.0",
-            "+model.config.attention_probs_dropout_prob=0.0",
-        ),
     ],
     "image_folder_vit": [
         *("data.root=images", "data.image_size=64", "data.batch_size=32", "data.workers=1"),
@@ -80,7 +76,7 @@ def prepare() -> None:
     texts = [message["content"] for message in chain.from_iterable(chats)]
     results_chat.write_llama(Path("llama"), texts, width=512, layers=8)
     rows = [json.loads(line)["text"] for line in Path("paragraphs.jsonl").read_text().splitlines()]
-    results.write_bert(Path("bert_512"), rows, width=512, layers=8)
+    results.write_bert(Path("bert_512"), rows, width=512, layers=8, dropout=0.0)
     for part, count in (("train", 4000), ("val", 500)):
         images = MNIST("fashion", train=part == "train")
         for number in range(count):
