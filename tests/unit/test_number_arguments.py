@@ -34,7 +34,7 @@ def fit(world=None, precision="fp32", callbacks=(), timeout_s=10, **options):
     evaluation = EvalLoader(TensorDataset(inputs, inputs), 4, world)
     trainer = Trainer(
         model, optimizer, F.mse_loss, loader, evaluation=evaluation, callbacks=callbacks,
-        **{"steps": 4, "eval_every": 1, **options},
+        **{"steps": 2, **options},
     )  # fmt: skip
     trainer.fit()
     return trainer
@@ -97,6 +97,8 @@ def first_logits(number):
     return gpt(10, 4, n_layer=1, n_head=1, d_model=4, dropout=number(0))(torch.zeros(1, 4).long())
 
 
+EVALUATED = {"steps": 3, "eval_every": 1}
+
 # What an argument decides, with it made by `number`.
 ARGUMENTS = {
     "World timeout_s": lambda number: world_with("timeout_s", number(60)),
@@ -125,9 +127,11 @@ ARGUMENTS = {
     ),
     "ClipValue": lambda number: fitted(callbacks=[ClipValue(number(1))]),
     "EarlyStopping": lambda number: fitted(
-        callbacks=[EarlyStopping("loss", patience=1, min_delta=number(1))]
+        callbacks=[EarlyStopping("loss", patience=1, min_delta=number(1))], **EVALUATED
     ),
-    "Plateau": lambda number: fitted(callbacks=[Plateau("loss", patience=0, min_delta=number(1))]),
+    "Plateau": lambda number: fitted(
+        callbacks=[Plateau("loss", patience=0, min_delta=number(1))], **EVALUATED
+    ),
     "dropout": first_logits,
     "schedule times": schedule_times,
 }
