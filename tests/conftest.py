@@ -23,9 +23,11 @@ from hybridtrain.schedule import registry
 # Its default lock is shared with forked processes, and remains held by one that a test kills.
 tqdm.set_lock(threading.RLock())
 
-# An example may take any time: no verdict depends on how busy the machine is.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+# An example may take any time: no verdict depends on how busy the machine is. The quick command
+# draws fewer than Hypothesis' 100.
+settings.register_profile("--all", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=30)
+settings.load_profile("quick")
 
 # Files that take half a minute and more, also with `--all`. They begin first, so that none is left
 # over at the end for one process alone.
@@ -67,16 +69,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Shows the GPUs with `--gpu`.
+    """Shows the GPUs with `--gpu`, and draws more examples with `--all`.
 
     Has Ctrl-C raise, also where a shell has started the tests in its background.
     """
+    if config.getoption("--all"):
+        settings.load_profile("--all")
     if config.getoption("--gpu"):  # workers of pytest-xdist start later, and get the option too
         show_gpus()
         # cuBLAS repeats its results with a fixed workspace only
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collects the test modules without collecting garbage.
+
+    Their imports leave much that lives and little that dies, which Python would look through again
+    and again.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:

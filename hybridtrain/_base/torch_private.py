@@ -47,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # The exception that ends the recomputation of torch.utils.checkpoint early.
 from torch.utils.checkpoint import _StopRecomputationError as StopRecomputation
 
+from hybridtrain._base.shared_libraries import loaded_libraries
 from hybridtrain.errors import ConfigError, UserError, argument, setting
 
 __all__ = [
@@ -597,6 +598,8 @@ _set_draws_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatc
 _active: dict[int, InterceptedDraws] = {}
 
 _known_operations: set[str] = set()
+# as of the last search: the number of loaded libraries, and the operations defined in Python
+_seen_additions: tuple[int | None, set[str]] = None, set()
 _libraries: dict[str, torch.library.Library] = {}
 _registration_lock = threading.Lock()
 
@@ -609,12 +612,20 @@ def find_random_operations() -> None:
     calls are. PyTorch tags its own operations. Others, such as flash-attn's, often have no tag:
     those with an argument `dropout_p` become calls of `InterceptedDraws.call`.
 
-    `torch._C._dispatch_get_all_op_names`: an extension may have added operations.
+    `torch._C._dispatch_get_all_op_names`: an extension may have added operations. The list takes
+    milliseconds, so it is read only if something has been added: Python code notes what it defines
+    in `torch.library._defs`, and other code comes in a shared library.
     """
+    global _seen_additions
     with _registration_lock:
         if not _libraries:
             library = _libraries["_"] = torch.library.Library("_", "IMPL", _DRAWS_NAME)
             library.fallback(torch.library.fallthrough_kernel, _DRAWS_NAME)
+        defined: set[str] = torch.library._defs
+        loaded = loaded_libraries()
+        if loaded is not None and (loaded, defined) == _seen_additions:
+            return
+        _seen_additions = loaded, set(defined)
         names = set(torch._C._dispatch_get_all_op_names())
         for name in sorted(names - _known_operations):
             _intercept(name)

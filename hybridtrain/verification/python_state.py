@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Mutabl
 from contextlib import contextmanager
 from enum import EnumMeta
 from functools import cache, cached_property, partial
-from operator import is_
+from operator import attrgetter, is_
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -97,6 +97,7 @@ class PythonState:
             parts = (*without.modules(), *without.parameters(), *without.buffers())
             self._seen.update(map(id, parts))
         self._parameters = parameters
+        self._savers: dict[type, Callable[[Any], Iterable[Any]]] = {}  # by type: a walk meets few
         todo: deque[Any] = deque(roots)
         while todo and len(self._seen) < _MAX_OBJECTS:
             value = todo.popleft()
@@ -130,29 +131,37 @@ class PythonState:
     def _save(self, value: Any) -> Iterable[Any]:
         """Saves the contents of one object; returns the objects in it."""
         kind = type(value)
+        if kind not in self._savers:
+            self._savers[kind] = self._saver_of(kind)
+        return self._savers[kind](value)
+
+    def _saver_of(self, kind: type) -> Callable[[Any], Iterable[Any]]:
         if issubclass(kind, Tensor):
-            return self._save_tensor(value)
+            return self._save_tensor
         if issubclass(kind, FunctionType):
-            return self._save_function(value)
+            return self._save_function
         if issubclass(kind, MethodType):
-            return [value.__self__, value.__func__]
+            return attrgetter("__self__", "__func__")
         if issubclass(kind, BuiltinFunctionType):  # such as the `append` of a list
-            return [value.__self__]
+            return lambda value: [value.__self__]
         if issubclass(kind, partial):
-            return [value.func, value.args, value.keywords]
+            return attrgetter("func", "args", "keywords")
         if issubclass(kind, nn.Module):
-            return self._save_object(value)
+            return self._save_object
         if issubclass(kind, tuple | frozenset):
-            items = _base_of(value, tuple, frozenset).__iter__(value)
-            return [*items, *self._save_object(value)]
+            iterate = _base_of(kind, tuple, frozenset).__iter__
+            return lambda value: [*iterate(value), *self._save_object(value)]
         if issubclass(kind, MutableMapping | MutableSet | list | deque | bytearray):
-            return [*self._save_container(value, kind), *self._save_object(value)]
+            return self._save_container
+        return self._save_other
+
+    def _save_other(self, value: Any) -> Iterable[Any]:
         if (functions := _functions_of_generator(value)) is not None:
             read, write = functions
             self._saved.append(_Saved(value, "", partial(write, read())))
             return ()
         numpy: Any = sys.modules.get("numpy")
-        if numpy is not None and issubclass(kind, numpy.ndarray):
+        if numpy is not None and issubclass(type(value), numpy.ndarray):
             self._note(_restore_array, value, numpy.array(value, subok=False), numpy.ndarray)
         return self._save_object(value)
 
@@ -164,7 +173,10 @@ class PythonState:
             self._note(_restore_tensor, tensor, tensor.detach().clone())
         return hooks
 
-    def _save_container(self, value: Any, kind: type) -> Iterable[Any]:
+    def _save_container(self, value: Any) -> Iterable[Any]:
+        return [*self._save_items(value, type(value)), *self._save_object(value)]
+
+    def _save_items(self, value: Any, kind: type) -> Iterable[Any]:
         if issubclass(kind, list | deque | bytearray):
             contents = _contents(value)
             self._note(_restore_sequence, value, contents)
@@ -313,23 +325,23 @@ def _are_identical(first: Any, second: Any) -> bool:
 
 
 def _items(values: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    return list(_base_of(values, OrderedDict, dict).items(values))
+    return list(_base_of(type(values), OrderedDict, dict).items(values))
 
 
 def _contents(value: Any) -> list[Any]:
     """Returns the items of a sequence or set, or the pairs of a mapping."""
     if issubclass(type(value), MutableMapping):
         return list(value.items())
-    base = _base_of(value, list, deque, bytearray, set, type(value))
+    base = _base_of(type(value), list, deque, bytearray, set, type(value))
     return list(base.__iter__(value))
 
 
-def _base_of(value: Any, *bases: Any) -> Any:
-    """Returns the first of `bases` that the type of `value` is derived from.
+def _base_of(kind: type, *bases: Any) -> Any:
+    """Returns the first of `bases` that the type `kind` is derived from.
 
     Its methods, unlike those of a derived type, only read and write the contents.
     """
-    return next(base for base in bases if issubclass(type(value), base))
+    return next(base for base in bases if issubclass(kind, base))
 
 
 def _contents_of_cell(cell: CellType) -> Any:
@@ -370,7 +382,7 @@ def _restore_dict(values: dict[Any, Any], saved: list[tuple[Any, Any]]) -> None:
     current = _items(values)
     if _are_identical(current, saved):
         return
-    base = _base_of(values, OrderedDict, dict)
+    base = _base_of(type(values), OrderedDict, dict)
     if not _are_identical([key for key, _ in current], [key for key, _ in saved]):
         base.clear(values)
     for key, item in saved:
@@ -421,7 +433,7 @@ def _restore_class(kind: type, saved: dict[str, Any]) -> None:
 def _restore_sequence(values: Any, saved: list[Any]) -> None:
     if _are_identical(_contents(values), saved):
         return
-    base = _base_of(values, list, deque, bytearray)
+    base = _base_of(type(values), list, deque, bytearray)
     if base is deque:
         base.clear(values)
         base.extend(values, saved)
@@ -432,7 +444,7 @@ def _restore_sequence(values: Any, saved: list[Any]) -> None:
 def _restore_set(values: Any, saved: list[Any]) -> None:
     contents = _contents(values)
     if {*map(id, contents)} != {*map(id, saved)}:
-        base = _base_of(values, set, type(values))
+        base = _base_of(type(values), set, type(values))
         base.clear(values)
         for item in saved:
             base.add(values, item)

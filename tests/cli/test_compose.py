@@ -13,9 +13,10 @@ from support.cases import thinned
 from support.launch import single
 
 from hybridtrain.cli import main
+from hybridtrain.cli.config import places
 from hybridtrain.cli.config.compose import compose_config
 from hybridtrain.cli.config.schema import Config, HardwareConfig
-from hybridtrain.cli.config.tree import to_yaml
+from hybridtrain.cli.config.tree import to_tree, to_yaml
 from hybridtrain.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +88,21 @@ def test_a_command_parses_the_recipe_that_it_names_and_no_other() -> None:
     held = dict(ConfigStore.instance().repo["recipe"].items())
     unparsed = {name for name, recipe in held.items() if not isinstance(recipe.node, DictConfig)}
     assert {f"{path.stem}.yaml" for path in RECIPES} - unparsed <= {"digits.yaml"}
+
+
+def test_the_keys_of_a_config_are_checked_on_one_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Config] = []
+    monkeypatch.setattr(places, "to_tree", lambda config: made.append(config) or to_tree(config))
+    config = compose_config(["recipe=digits"])
+    assert made == [config]
+    places.check_places("train", config, [])
+    assert made == [config, config]
+
+
+def test_the_tree_of_a_config_is_what_omegaconf_makes_of_it() -> None:
+    config = compose_config(["recipe=digits", "callbacks={own: {_target_: my.Own, list: [1, 2]}}"])
+    container = OmegaConf.to_container(OmegaConf.structured(config))
+    assert repr({**to_tree(config), "monitor": {}}) == repr({**container, "monitor": {}})
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -35,10 +35,11 @@ def register() -> None:
     an earlier command in this process.
     """
     store = ConfigStore.instance()
-    schema = OmegaConf.structured(Config)
-    # for user-defined trackers; `to_config` rejects other keys
-    OmegaConf.set_struct(schema.monitor, False)
-    store.store(name="schema", node=schema)
+    if "schema.yaml" not in store.repo:  # Hydra copies it before it changes it
+        schema = OmegaConf.structured(Config)
+        # for user-defined trackers; `to_config` rejects other keys
+        OmegaConf.set_struct(schema.monitor, False)
+        store.store(name="schema", node=schema)
     store.repo["recipe"] = _Recipes(
         (file.name, ConfigNode(file.name, file, "recipe", "_global_", provider=None))
         for file in files("hybridtrain.recipes").iterdir()

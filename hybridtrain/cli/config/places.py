@@ -182,47 +182,45 @@ def check_places(
     Raises:
         ConfigError: names the key, the file that sets it, and what to add to the command line.
     """
-    for place in PLACES:
-        if place.commands and command not in place.commands:
-            continue
-        if (
-            "." not in place.keys[0]
-            or (place.file == RUN_DIRECTORY and not of_run)
-            or (place.keys == (_DOWNLOAD,) and not config.data.get("download"))
-        ):
-            continue
-        _check(place, config, overrides, files)
+    places = [
+        place
+        for place in PLACES
+        if (not place.commands or command in place.commands)
+        and "." in place.keys[0]
+        and (place.file != RUN_DIRECTORY or of_run)
+        and (place.keys != (_DOWNLOAD,) or config.data.get("download"))
+    ]
+    _check(places, config, overrides, files)
 
 
 def check_run_keys(
     config: Config, overrides: Sequence[str], files: Sequence[ConfigFile] = ()
 ) -> None:
     """Does what `check_places` does for keys without a group, such as `output_dir`."""
-    for place in PLACES:
-        if "." not in place.keys[0]:
-            _check(place, config, overrides, files)
+    _check([place for place in PLACES if "." not in place.keys[0]], config, overrides, files)
 
 
 def _check(
-    place: Place, config: Config, overrides: Sequence[str], files: Sequence[ConfigFile]
+    places: Sequence[Place], config: Config, overrides: Sequence[str], files: Sequence[ConfigFile]
 ) -> None:
-    if place.file == READ:
-        return
     typed, run = Typed(overrides), Path(config.output_dir) / str(config.run_name)
-    # an option that the command line selects may set what a recipe may not
-    trees = [file.tree for file in files] if place.file == OPTION else [to_tree(config)]
-    for key, value in (pair for tree in trees for pair in _named(tree, place)):
-        if (
-            value in (None, "", [])
-            or typed.covers(key, value)
-            or (place.file == WORKING_DIRECTORY and _is_in_working_directory(key, str(value)))
-            or (place.file == RUN_DIRECTORY and is_within(Path(str(value)), run))
-        ):
-            continue
-        if place.file == NAME:
-            check_name(".".join(key), value, "run")
-            continue
-        raise _refusal(place, key, value, files, run)
+    whole = to_tree(config)
+    for place in places:
+        # an option that the command line selects may set what a recipe may not
+        trees = [file.tree for file in files] if place.file == OPTION else [whole]
+        for key, value in (pair for tree in trees for pair in _named(tree, place)):
+            if (
+                place.file == READ
+                or value in (None, "", [])
+                or typed.covers(key, value)
+                or (place.file == WORKING_DIRECTORY and _is_in_working_directory(key, str(value)))
+                or (place.file == RUN_DIRECTORY and is_within(Path(str(value)), run))
+            ):
+                continue
+            if place.file == NAME:
+                check_name(".".join(key), value, "run")
+                continue
+            raise _refusal(place, key, value, files, run)
 
 
 def is_within(path: Path, folder: Path) -> bool:

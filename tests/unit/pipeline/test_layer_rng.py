@@ -1,6 +1,8 @@
 """The random numbers of layers depend on seed, step, layer, micro-batch and replica alone."""
 
+import ctypes
 import itertools
+import shutil
 import threading
 
 import pytest
@@ -192,16 +194,25 @@ def test_a_pipeline_that_a_layer_evaluates_draws_as_a_part_of_that_layer(nb_part
     assert torch.equal(*found)
 
 
-def test_random_operations_of_an_extension_are_seeded_whether_or_not_they_take_a_generator():
+@pytest.mark.parametrize("written_in", ["Python", "C++"])
+def test_random_operations_of_an_extension_are_seeded_whether_or_not_they_take_a_generator(
+    written_in, tmp_path
+):
+    find_random_operations()  # before the extension comes
+    name = f"noise_{written_in.replace('+', 'p')}"
     library = torch.library.Library("hybridtest", "FRAGMENT")
-    library.define("noise(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+    library.define(f"{name}(Tensor x) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
     # of its own, as a kernel that draws by no operation of PyTorch
     kernel = lambda x: x + torch.default_generator.get_state().sum()  # noqa: E731
-    library.impl("noise", kernel, "CPU")
+    library.impl(name, kernel, "CPU")
+    if written_in == "C++":  # it comes with a shared library, and Python's notes do not have it
+        torch.library._defs.discard(f"hybridtest::{name}")
+        ctypes.CDLL(str(shutil.copy(torch._C.__file__, tmp_path)))
     results = []
     for seed in range(2):
         torch.manual_seed(seed)
         with rng_of(1).drawing_in(0) as draws:
             draws.at(0)
-            results.append(torch.ops.hybridtest.noise(torch.zeros(1, dtype=torch.long)))
+            noise = getattr(torch.ops.hybridtest, name)
+            results.append(noise(torch.zeros(1, dtype=torch.long)))
     assert torch.equal(*results)
