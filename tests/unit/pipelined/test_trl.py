@@ -122,9 +122,10 @@ def test_packed_sequences(tmp_path, tokenizer):
     assert_alike(tmp_path, tokenizer, "peft_config", rows("text"), **more)
 
 
-def test_sequences_packed_into_one_row_are_not_cut_and_that_is_said(tmp_path, tokenizer, caplog):
+@pytest.mark.parametrize("option", ["packing", "padding_free"])
+def test_sequences_in_one_row_are_not_cut_and_that_is_said(tmp_path, tokenizer, caplog, option):
     with caplog.at_level(logging.WARNING, "hybridtrain"):
-        assert_alike(tmp_path, tokenizer, "peft_config", rows("text"), packing=True)
+        assert_alike(tmp_path, tokenizer, "peft_config", rows("text"), **{option: True})
     assert "one device works at a time" in caplog.text
 
 
