@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from support.cases import thorough
 from support.hf import VOCABULARY, llama
 
 from hybridtrain import pipelined
@@ -122,7 +123,7 @@ def test_packed_sequences(tmp_path, tokenizer):
     assert_alike(tmp_path, tokenizer, "peft_config", rows("text"), **more)
 
 
-@pytest.mark.parametrize("option", ["packing", "padding_free"])
+@pytest.mark.parametrize("option", ["packing", *thorough(["padding_free"])])
 def test_sequences_in_one_row_are_not_cut_and_that_is_said(tmp_path, tokenizer, caplog, option):
     with caplog.at_level(logging.WARNING, "hybridtrain"):
         assert_alike(tmp_path, tokenizer, "peft_config", rows("text"), **{option: True})
