@@ -182,3 +182,17 @@ def is_quantized_parameter(tensor: Tensor) -> bool:
     Its attributes, such as the scales, are a part of its value, and only its class can copy them.
     """
     return type(tensor) is not nn.Parameter and nn.Parameter in type(tensor).__mro__
+
+
+def packed_weight(layer: nn.Module) -> tuple[str, Tensor] | None:
+    """Returns the name and the tensor of a weight that a layer holds as packed integers.
+
+    Layers of GPTQ, AWQ and HQQ have such weights. Their kernels keep further tensors and pointers
+    outside of parameters and buffers. None: `layer` itself has no such weight.
+    """
+    for name, tensor in (*layer._parameters.items(), ("qweight", layer._buffers.get("qweight"))):
+        if tensor is None or is_quantized_parameter(tensor):
+            continue
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return name, tensor
+    return None

@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.patched_forwards import let_functions_call_copies
-from hybridtrain._base.tensors import byte_size, is_quantized_parameter
+from hybridtrain._base.tensors import byte_size, is_quantized_parameter, packed_weight
 from hybridtrain._base.torch_private import hooks_of
 from hybridtrain.errors import ConfigError, setting
 from hybridtrain.graph import Layer
@@ -224,6 +226,26 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
         if isinstance(part, nn.SyncBatchNorm):
             part.forward = MethodType(_BatchNorm.forward, part)  # type: ignore[method-assign]
     return module
+
+
+def let_run_on_cpu(copy: nn.Module) -> None:
+    """Replaces what has kernels for GPUs alone in a copy of a model that runs on the CPU.
+
+    The calls of submodules and the shapes of their outputs stay the same: flash attention of
+    transformers becomes PyTorch's attention, and a layer of packed weights a linear layer of zeros.
+    """
+    for part in copy.modules():
+        config = getattr(part, "config", None)
+        attention = getattr(config, "_attn_implementation", None)
+        if isinstance(attention, str) and "flash" in attention:
+            config._attn_implementation = "sdpa"  # type: ignore[union-attr]
+        shape = getattr(part, "out_features", None), getattr(part, "in_features", None)
+        if packed_weight(part) is not None and all(isinstance(size, int) for size in shape):
+            part.forward = partial(_linear_of_zeros, shape)
+
+
+def _linear_of_zeros(shape: tuple[int, int], x: Tensor) -> Tensor:
+    return F.linear(x, x.new_zeros(()).expand(shape))
 
 
 def fake_like(tensor: Tensor) -> Tensor:

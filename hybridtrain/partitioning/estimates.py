@@ -28,6 +28,7 @@ from hybridtrain.partitioning.costs import (
     count,
     fake_like,
     layer_sizes,
+    let_run_on_cpu,
     tensors_of,
     undisturbed,
 )
@@ -213,6 +214,7 @@ def _watched(
     mode = FakeTensorMode(allow_non_fake_inputs=True) if replacement is fake_like else nullcontext()
     with undisturbed(layers, torch.device("cpu")), mode:
         watch = LayerWatch(layers, replacement, loss)
+        let_run_on_cpu(watch.parts)
         try:
             yield watch
         except Exception as error:

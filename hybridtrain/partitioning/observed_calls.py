@@ -45,6 +45,7 @@ from hybridtrain.partitioning.costs import (
     copy_of,
     copy_on_cpu,
     fake_like,
+    let_run_on_cpu,
     undisturbed,
 )
 
@@ -303,6 +304,7 @@ def _observed(
     mode = nullcontext() if with_data else FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         copy = copy_of(Layer("", net), replacement)
+        let_run_on_cpu(copy)
         args, kwargs = arguments_of(copy, tree_map_only(Tensor, replacement, inputs))
         if evaluates:
             copy.eval()

@@ -7,14 +7,14 @@ map has put them: a stage begins at the first module of each further device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hybridtrain._base.tensors import is_quantized_parameter
+from hybridtrain._base.tensors import is_quantized_parameter, packed_weight
 from hybridtrain.errors import ConfigError, argument
 
 # What a map calls memory that is not a device's own: weights come to a device for each forward.
@@ -74,17 +74,27 @@ def refuse_to_move_quantized(net: nn.Module) -> None:
     """Refuses a model with quantized weights on a GPU, whose scales would stay behind in a move.
 
     Raises:
-        ConfigError: a parameter is quantized, and on a GPU.
+        ConfigError: a weight is quantized, and on a GPU.
     """
-    for name, parameter in net.named_parameters():
-        is_on_gpu = parameter.device.type not in ("cpu", "meta")
-        if is_on_gpu and is_quantized_parameter(parameter) and not parameter.requires_grad:
+    for name, weight, kind in _quantized_weights(net):
+        if weight.device.type not in ("cpu", "meta"):
             raise ConfigError(
-                f"{name} is quantized ({type(parameter).__name__}) and on {parameter.device}, from "
+                f"{name} is quantized ({kind}) and on {weight.device}, from "
                 'where it cannot be moved: load the model with device_map="balanced" (max_memory= '
                 f"sets the parts), which is then the split, and leave out {argument('split')} and "
                 f"{argument('nb_part')}"
             )
+
+
+def _quantized_weights(net: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """Yields the name and the tensor of each quantized weight, and the class that keeps it."""
+    for name, parameter in net.named_parameters():
+        if is_quantized_parameter(parameter) and not parameter.requires_grad:
+            yield name, parameter, type(parameter).__name__
+    for prefix, layer in net.named_modules():
+        if (packed := packed_weight(layer)) is not None:
+            name, weight = packed
+            yield f"{prefix}.{name}", weight, type(layer).__name__
 
 
 def _device(value: Any) -> torch.device:

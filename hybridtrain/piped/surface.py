@@ -157,6 +157,9 @@ def swap(net: nn.Module, runner: Runner) -> None:
     def wrapped_by_ddp(self: Any) -> NoReturn:
         refuse("DistributedDataParallel", _AVERAGES)
 
+    def left_out_of_ddp(self: Any, names: Any) -> None:
+        """Accepts what scripts set before a trainer adds DDP, which a pipelined model has not."""
+
     def sharded(self: Any, value: Any) -> NoReturn:
         refuse("FSDP", "use more stages, or HybridModel with " + setting("shard", "optimizer"))
 
@@ -174,7 +177,7 @@ def swap(net: nn.Module, runner: Runner) -> None:
         "cpu": stay,
         "compile": compile,
         "_replicate_for_data_parallel": replicate,
-        "_ddp_params_and_buffers_to_ignore": property(wrapped_by_ddp),
+        "_ddp_params_and_buffers_to_ignore": property(wrapped_by_ddp, left_out_of_ddp),
         "_is_fsdp_managed_module": property(not_sharded, sharded),
         "_hybridtrain_runner": runner,
         "__module__": plain.__module__,

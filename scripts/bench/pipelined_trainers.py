@@ -11,6 +11,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,16 @@ from scripts.bench.common import (
     print_table,
     timed,
 )
-from scripts.bench.emulated_devices import BACKWARD, FORWARD, WIDTH, calibrate, network
+from scripts.bench.emulated_devices import (
+    BACKWARD,
+    FORWARD,
+    WIDTH,
+    backward_s,
+    calibrate,
+    forward_s,
+    network,
+    sleeps,
+)
 
 CHUNKS = 8
 
@@ -78,44 +88,45 @@ def trainer_steps(stages: int, steps: int) -> list[float]:
     return seconds[3:]
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=20)
-    options = parser.parse_args()
-    calibrate()
+def jobs_of(stages: int) -> dict[str, Callable[[], None]]:
+    """Returns a step of each kind, on stages of their own."""
+    x, labels = torch.randn(CHUNKS, WIDTH), torch.zeros(CHUNKS)
+    plain = WithLoss(stages)
+    settings = {"nb_part": stages, "chunks": CHUNKS, "split": split_of(stages)}
+    outside = pipelined(WithLoss(stages), **settings)
+    inside = pipelined(WithLoss(stages), **settings)
+    world = World.from_env(stages, "cpu")
+    step = HybridModel(WithLoss(stages), world, chunks=CHUNKS, split=split_of(stages))
+
+    def one_by_one() -> None:
+        for part in x.split(1):
+            (plain(part)["logits"].mean() / CHUNKS).backward()
+
+    def train_step() -> None:
+        step.train_step(x, None, lambda output, _: output["logits"].mean())
+
+    def loss_inside() -> None:
+        inside(x, labels=labels)["loss"].backward()
+
+    def loss_outside() -> None:
+        outside(x)["logits"].mean().backward()
+
+    return {
+        "device after device": one_by_one,
+        "train_step": train_step,
+        "loss inside": loss_inside,
+        "loss outside": loss_outside,
+    }
+
+
+def print_gains(repeats: int) -> None:
+    """Prints how many times as fast as device after device each step is."""
     lines = []
     for stages in (2, 4):
-        x, labels = torch.randn(CHUNKS, WIDTH), torch.zeros(CHUNKS)
-        plain = WithLoss(stages)
-        settings = {"nb_part": stages, "chunks": CHUNKS, "split": split_of(stages)}
-        outside = pipelined(WithLoss(stages), **settings)
-        inside = pipelined(WithLoss(stages), **settings)
-        world = World.from_env(stages, "cpu")
-        step = HybridModel(WithLoss(stages), world, chunks=CHUNKS, split=split_of(stages))
-
-        def one_by_one(plain: Any = plain, x: Tensor = x) -> None:
-            for part in x.split(1):
-                (plain(part)["logits"].mean() / CHUNKS).backward()
-
-        def loss_outside(outside: Any = outside, x: Tensor = x) -> None:
-            outside(x)["logits"].mean().backward()
-
-        def loss_inside(inside: Any = inside, x: Tensor = x, labels: Tensor = labels) -> None:
-            inside(x, labels=labels)["loss"].backward()
-
-        def train_step(step: HybridModel = step, x: Tensor = x) -> None:
-            step.train_step(x, None, lambda output, _: output["logits"].mean())
-
-        jobs = {
-            "device after device": timed(one_by_one),
-            "train_step": timed(train_step),
-            "loss inside": timed(loss_inside),
-            "loss outside": timed(loss_outside),
-        }
-        found = interleave(jobs, options.repeats, warm_up=3)
-        found["transformers' Trainer"] = trainer_steps(stages, options.repeats + 3)
-        ideal = (CHUNKS + stages - 1) * (FORWARD + BACKWARD)
+        jobs = {name: timed(job) for name, job in jobs_of(stages).items()}
+        found = interleave(jobs, repeats, warm_up=3)
+        found["transformers' Trainer"] = trainer_steps(stages, repeats + 3)
+        ideal = (CHUNKS + stages - 1) * (forward_s() + backward_s())
         alone = statistics.median(found["device after device"])
         for name, seconds in found.items():
             if seconds:
@@ -124,8 +135,58 @@ def main() -> None:
                 lines.append((f"{stages} stages: {name}", *cells))
         bound = stages * CHUNKS / (CHUNKS + stages - 1)
         lines.append((f"{stages} stages: bound", f"{1000 * ideal:.1f}", "1", f"{bound:.2f}"))
-    heads = ("", "ms", "of the ideal", "times device after device")
+    print_table(("", "ms", "of the ideal", "times device after device"), lines)
+
+
+def processor_seconds(job: Callable[[], None]) -> Callable[[], float]:
+    """A job that gives the processor's seconds of a step, without its sleeps."""
+
+    def run() -> float:
+        start = time.process_time()
+        job()
+        return time.process_time() - start
+
+    return run
+
+
+def print_cost(step_ms: float, repeats: int) -> None:
+    """Prints what the wrapper adds to `train_step`, where the schedule's ideal is `step_ms`."""
+    lines = []
+    for stages in (2, 4):
+        sleeps.factor = step_ms / 1000 / ((CHUNKS + stages - 1) * (FORWARD + BACKWARD))
+        calibrate()
+        jobs = jobs_of(stages)
+        del jobs["device after device"]
+        wall = interleave({n: timed(j) for n, j in jobs.items()}, repeats, warm_up=3)
+        host = interleave({n: processor_seconds(j) for n, j in jobs.items()}, repeats, warm_up=3)
+        of_step = {name: 1000 * statistics.median(host[name]) for name in jobs}
+        for name in jobs:
+            ratio = statistics.median(
+                ours / steps for ours, steps in zip(wall[name], wall["train_step"], strict=True)
+            )
+            added = of_step[name] - of_step["train_step"]
+            ms = f"{1000 * statistics.median(wall[name]):.2f}"
+            cells = ms, f"{ratio:.3f}", f"{of_step[name]:.2f}", f"{100 * added / step_ms:+.1f}%"
+            lines.append((f"{stages} stages: {name}", *cells))
+    heads = ("", "ms", "/ train_step", "ms of the processor", f"added to {step_ms:g} ms")
     print_table(heads, lines)
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        help="print instead what the wrapper adds to train_step, in a step of this length",
+    )
+    options = parser.parse_args()
+    if options.step_ms:
+        print_cost(options.step_ms, options.repeats)
+    else:
+        calibrate()
+        print_gains(options.repeats)
     print_footer(f"{CHUNKS} micro-batches; medians; the loops take turns.")
 
 

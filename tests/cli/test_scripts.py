@@ -207,7 +207,7 @@ class TestRelease:
         return clone
 
     def run(self, release: Path, tag: str) -> subprocess.CompletedProcess[str]:
-        return bash(release / "scripts" / "release.sh", tag)
+        return bash(release / "scripts" / "release.sh", tag, "version")
 
     def test_the_version_of_the_package_can_be_tagged(self, release: Path) -> None:
         result = self.run(release, f"v{hybridtrain.__version__}")
@@ -228,6 +228,32 @@ class TestRelease:
         assert result.returncode == 1
         problem = f"the tag is 'v{version}'" if file.endswith(".py") else Path(file).name
         assert problem in result.stderr
+
+    def test_an_unknown_step_is_refused_before_any_runs(self, release: Path) -> None:
+        result = bash(release / "scripts" / "release.sh", "v9.9.9", "version", "publish")
+        assert result.returncode == 2
+        assert "there is no step 'publish': version, build, install, test" in result.stderr
+
+    def test_the_wheel_is_tried_on_each_python_that_is_there_and_on_the_oldest_torch(
+        self, release: Path
+    ) -> None:
+        log = release / "log.txt"
+        program(release / "python3.11", "echo Python 3.11.9")
+        program(
+            release / "scripts" / "wheel.sh", f'echo "$PYTHON $WHEEL ${{WITH-}}" >>{log}; exit 0'
+        )
+        wheel = release / "dist" / "hybridtrain-1-py3-none-any.whl"
+        wheel.parent.mkdir()
+        wheel.touch()
+        pythons = f"{release}/python3.11 no-python3.12"
+        python = release / "python3.11"
+        script = release / "scripts" / "release.sh"
+        done = bash(script, "v1", "install", PYTHONS=pythons, PYTHON=python)
+        assert done.returncode == 0, done.stderr
+        newest, oldest = log.read_text().splitlines()
+        assert newest == f"{python} dist/{wheel.name} "
+        assert oldest == f"{python} dist/{wheel.name} torch==2.11.* torchvision==0.26.*"
+        assert done.stdout.endswith("the wheel was not tried on: no-python3.12\n")
 
     @pytest.mark.parametrize(
         "workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda p: p.stem

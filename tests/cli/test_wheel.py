@@ -102,6 +102,14 @@ def files(folder: Path) -> set[str]:
     }
 
 
+@pytest.mark.parametrize("recipe", ["Containerfile", "hybridtrain.def"])
+def test_a_recipe_for_a_container_copies_what_the_package_is_built_from(recipe: str) -> None:
+    text = (ROOT / "container" / recipe).read_text()
+    lines = [line.split() for line in text.splitlines() if "/opt/hybridtrain" in line]
+    copied = {word for words in lines for word in words}
+    assert set(SOURCE) <= copied
+
+
 @pytest.mark.thorough
 def test_the_wheel_and_not_the_checkout_is_imported(installed: Environment) -> None:
     names = "hybridtrain, hybridtrain.configs, hybridtrain.recipes"

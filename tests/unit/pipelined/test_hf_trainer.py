@@ -1,5 +1,7 @@
 """Trainers of transformers, with one changed line: the same losses, norms, metrics and weights."""
 
+import logging
+
 import pytest
 import torch
 from support.hf import Texts, bert, llama, padded, t5
@@ -44,15 +46,14 @@ def piped(model):
 
 def run(folder, model, wrap, kind=None, classes=None, resume=None, before=None, **more):
     """Trains; returns the numbers of the log and the weights."""
-    more_of_trainer = {k: more.pop(k) for k in ("compute_metrics",) if k in more}
+    more_of_trainer = {k: more.pop(k) for k in ("compute_metrics", "data_collator") if k in more}
     args = settings(folder, seq2seq=kind is not None, **more)
     trainer = (kind or transformers.Trainer)(
         model=wrap(model),
         args=args,
         train_dataset=Texts(classes=classes),
         eval_dataset=Texts(rows=11, seed=1, classes=classes),
-        data_collator=padded,
-        **more_of_trainer,
+        **{"data_collator": padded, **more_of_trainer},
     )
     if before is not None:
         before(trainer)
@@ -116,6 +117,70 @@ def test_an_encoder_and_a_decoder_that_generate_in_their_evaluation(tmp_path):
         predict_with_generate=True,
         generation_max_length=8,
     )
+
+
+def test_texts_in_one_row_without_padding_are_not_cut_and_that_is_said(tmp_path, caplog):
+    flattens = transformers.DataCollatorWithFlattening()
+    with caplog.at_level(logging.WARNING, "hybridtrain"):
+        assert_alike(tmp_path, llama, data_collator=flattens)
+    assert "one device works at a time" in caplog.text
+
+
+def test_a_batch_size_that_is_found_by_running_out_of_memory(tmp_path):
+    def without_memory_for_five_rows(trainer):
+        step = trainer.training_step
+
+        def training_step(model, inputs, *more):
+            if trainer.state.global_step and len(inputs["input_ids"]) == 5:
+                raise RuntimeError("CUDA out of memory.")
+            return step(model, inputs, *more)
+
+        trainer.training_step = training_step
+
+    assert_alike(
+        tmp_path,
+        llama,
+        before=without_memory_for_five_rows,
+        auto_find_batch_size=True,
+        max_steps=2,
+    )
+
+
+@pytest.fixture
+def flash_attention(monkeypatch):
+    """Attention in the place of `flash_attention_2`; returns the modules that may call it.
+
+    Its kernels run on GPUs, but copies of a model on the CPU.
+    """
+    modules = set()
+
+    def attention(module, query, key, value, mask, scaling, **_):
+        assert module in modules
+        groups = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+        seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        if mask is not None:  # of shape (samples, tokens)
+            seen = seen & mask[:, None, None, :].bool() | torch.eye(len(seen), dtype=torch.bool)
+        values = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=scaling
+        )
+        return values.transpose(1, 2).contiguous(), None
+
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(functions._local_mapping, "flash_attention_2", attention)
+    return modules
+
+
+def test_kernels_of_attention_that_run_on_gpus_alone(flash_attention):
+    gradients, batch = [], padded([Texts()[i] for i in range(6)])
+    for wrap in (lambda model: model, piped):
+        model = llama()
+        model.config._attn_implementation = "flash_attention_2"
+        flash_attention.update(layer.self_attn for layer in model.model.layers)
+        wrap(model)(**batch).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    plain, pipe = gradients
+    torch.testing.assert_close(pipe, plain, **CLOSE)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):

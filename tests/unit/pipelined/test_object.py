@@ -150,6 +150,12 @@ def test_frozen_parameters_get_no_gradient():
     assert model.last.weight.grad is not None
 
 
+def test_a_script_may_say_what_ddp_shall_leave_out():
+    model = pipe()
+    model._ddp_params_and_buffers_to_ignore = []  # as TRL's with --ignore_bias_buffers
+    step(model)
+
+
 def test_unpipelined_gives_the_plain_model_back():
     model = unpipelined(step(pipe()))
     assert type(model) is Net

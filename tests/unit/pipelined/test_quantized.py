@@ -89,6 +89,52 @@ def test_quantized_weights_on_a_gpu_are_not_moved():
     pipelined(model, nb_part=1)
 
 
+class PackedLinear(nn.Module):
+    """A layer as GPTQ's: integers in a buffer, and a kernel that has pointers to them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scales = linear.weight.detach().abs().amax() / 127
+        self.register_buffer("qweight", (linear.weight.detach() / scales).round().int())
+        self.register_buffer("scales", scales)
+        self.handle = id(self)
+
+    def forward(self, x):
+        assert self.handle == id(self), "a copy has the pointers of the original"
+        return F.linear(x, self.qweight * self.scales)
+
+
+def packed():
+    model = quantized()
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.up_proj = PackedLinear(nn.Linear(32, 48))
+    return model
+
+
+def test_an_adapter_on_packed_weights_gets_the_gradients_of_the_plain_model():
+    expected = gradients(packed())
+    model = pipelined(packed(), nb_part=2, chunks=3)
+    torch.testing.assert_close(gradients(model), expected)
+
+
+class BufferOnGPU(torch.Tensor):
+    """A buffer that says that it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+def test_packed_weights_on_a_gpu_are_not_moved():
+    model = packed()
+    layer = model.get_submodule("base_model.model.model.layers.3.mlp.up_proj")
+    layer.qweight = layer.qweight.as_subclass(BufferOnGPU)
+    with pytest.raises(
+        ConfigError, match=r"layers\.3\.mlp\.up_proj\.qweight is quantized \(PackedLinear\)"
+    ):
+        pipelined(model, nb_part=2)
+    pipelined(model, nb_part=1)
+
+
 def in_4_bits():
     """A model as `from_pretrained` makes it with `load_in_4bit=True`, with an adapter."""
     bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -29,7 +29,7 @@ WORDS = [f"w{number}" for number in range(VOCABULARY - 4)]
 CLOSE = {"rtol": 3e-6, "atol": 1e-6}
 CLOSE_IN_HALF = {"rtol": 1e-2, "atol": 1e-2}
 COMPARED = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "perplexity", "losses")
-COMPARED += ("eval_mean_token_accuracy", "mean_token_accuracy")
+COMPARED += ("eval_mean_token_accuracy", "mean_token_accuracy", "rewards/margins")
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,14 @@ def here(tmp_path_factory):
             for row in range(rows)
         ]
         texts = [{"text": sentence()} for _ in range(rows)]
-        (folder / "texts").mkdir(exist_ok=True)
-        for path, lines in ((f"{part}.json", pairs), (f"texts/{part}.json", texts)):
+        names = ("prompt", "chosen", "rejected")
+        choices = [{name: f" {sentence()}" for name in names} for _ in range(rows)]
+        for path, lines in (
+            (f"{part}.json", pairs),
+            (f"texts/{part}.json", texts),
+            (f"choices/{part}.json", choices),
+        ):
+            (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text("\n".join(map(json.dumps, lines)))
     return folder
 
@@ -142,13 +148,15 @@ NLP = (
     "--model_name_or_path {here}/bert --train_file {here}/train.json"
     " --validation_file {here}/test.json --cache_dir {here}/cache --cpu"
 )
-SFT = (
-    "--dataset_name {here}/texts --model_name_or_path {here}/llama --dtype float32 --bf16 false"
+TRL = (
+    " --model_name_or_path {here}/llama --dtype float32 --bf16 false"
     " --gradient_checkpointing false --eval_strategy epoch --save_strategy no"
     " --num_train_epochs 2 --per_device_train_batch_size 5 --gradient_accumulation_steps 2"
     " --optim sgd --learning_rate 0.1 --logging_steps 1 --report_to none --disable_tqdm true"
     " --use_cpu true --max_length 32"
 )
+SFT = "--dataset_name {here}/texts" + TRL
+DPO = "--dataset_name {here}/choices" + TRL
 LORA = " --use_peft --lora_r 4 --lora_alpha 8 --lora_dropout 0 --lora_target_modules q_proj v_proj"
 
 
@@ -217,3 +225,12 @@ def test_nlp_example(here, tmp_path, monkeypatch, options, close):
 def test_sft(here, tmp_path, monkeypatch, options):
     pytest.importorskip("trl")
     assert_alike(here, tmp_path, monkeypatch, "sft.py", SFT + options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options", ["", " --precompute_ref_log_probs true", LORA + " --ignore_bias_buffers true"]
+)
+def test_dpo(here, tmp_path, monkeypatch, options):
+    pytest.importorskip("trl")
+    assert_alike(here, tmp_path, monkeypatch, "dpo.py", DPO + options)

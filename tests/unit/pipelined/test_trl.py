@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from support.cases import thorough
 from support.hf import VOCABULARY, llama
 
 from hybridtrain import pipelined
@@ -72,7 +73,7 @@ def run(folder, tokenizer, wrap, adapter, data, preferences=False, **more):
         num_train_epochs=2,
         learning_rate=0.05,
         optim="sgd",
-        max_length=32,
+        max_length=None if more.get("padding_free") else 32,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -122,9 +123,10 @@ def test_packed_sequences(tmp_path, tokenizer):
     assert_alike(tmp_path, tokenizer, "peft_config", rows("text"), **more)
 
 
-def test_sequences_packed_into_one_row_are_not_cut_and_that_is_said(tmp_path, tokenizer, caplog):
+@pytest.mark.parametrize("option", ["packing", *thorough(["padding_free"])])
+def test_sequences_in_one_row_are_not_cut_and_that_is_said(tmp_path, tokenizer, caplog, option):
     with caplog.at_level(logging.WARNING, "hybridtrain"):
-        assert_alike(tmp_path, tokenizer, "peft_config", rows("text"), packing=True)
+        assert_alike(tmp_path, tokenizer, "peft_config", rows("text"), **{option: True})
     assert "one device works at a time" in caplog.text
 
 
