@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from support.compare import hybrid
-from support.hf import VOCABULARY, llama
+from support.hf import VOCABULARY, causal_lm, gpt2, llama
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,42 +24,15 @@ def _small_chunks(monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 2**8)
 
 
-def of_config(name, **settings):
-    """A model of transformers with two layers."""
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        use_cache=False,
-        **settings,
-    )
-    return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    settings = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False,
-        bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM", **settings,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+def of_two_layers(name, **settings):
+    return causal_lm(name, num_hidden_layers=2, use_cache=False, **settings)
 
 
 def with_lora():
     from peft import LoraConfig, get_peft_model
 
     net = get_peft_model(
-        of_config("Llama"), LoraConfig(r=4, target_modules=["v_proj", "lm_head"], lora_dropout=0.0)
+        of_two_layers("Llama"), LoraConfig(r=4, target_modules=["v_proj", "lm_head"], lora_dropout=0.0)
     )
     for name, parameter in net.named_parameters():
         if "lora_B" in name:
@@ -68,11 +41,11 @@ def with_lora():
 
 
 MODELS = {
-    "llama": lambda: of_config("Llama"),
-    "tied": lambda: of_config("Llama", tie_word_embeddings=True),
-    "soft-capped": lambda: of_config("Gemma2", head_dim=8),
-    "divided": lambda: of_config("Granite", logits_scaling=3.0),
-    "multiplied": lambda: of_config("Cohere"),
+    "llama": lambda: of_two_layers("Llama"),
+    "tied": lambda: of_two_layers("Llama", tie_word_embeddings=True),
+    "soft-capped": lambda: of_two_layers("Gemma2", head_dim=8),
+    "divided": lambda: of_two_layers("Granite", logits_scaling=3.0),
+    "multiplied": lambda: of_two_layers("Cohere"),
     "gpt2": gpt2,
     "lora": with_lora,
 }

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.hf import Texts, bert, llama, padded, t5
+from support.hf import Texts, bert, causal_lm, llama, padded, t5
 
 from hybridtrain import pipelined
 from hybridtrain.errors import BatchError, ConfigError
@@ -259,16 +259,6 @@ def test_a_model_of_images_and_text_without_its_output_for_each_image():
 
 
 def test_a_second_loss_of_a_router_is_refused():
-    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    net = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=50,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            output_router_logits=True,
-            **config,
-        )
-    )
+    net = causal_lm("Mixtral", num_hidden_layers=2, num_local_experts=4, output_router_logits=True)
     with pytest.raises(BatchError, match="a router"):
         piped(net)(**padded([Texts()[i] for i in range(6)]))
