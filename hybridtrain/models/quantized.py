@@ -84,7 +84,8 @@ class _Form(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype, stored: Sequence[Tensor]) -> Tensor:
         """Returns the weight."""
-        ops = _operators()
+        # a compiler cannot trace the import
+        ops = torch.ops.bitsandbytes if torch.compiler.is_compiling() else _operators()
         if self.kind == "nf4":
             weight = ops.dequantize_4bit(*stored, BLOCK, self.kind, self.shape, dtype)
         else:
