@@ -78,7 +78,7 @@ def pipelined(
         nb_part = nb_part or len(placement.devices)
         if nb_part == len(placement.devices) and "split" not in settings:
             stays, settings["split"] = True, placement.first_modules
-    # its caller gets all outputs, among them the logits
+    # a caller that uses the logits after a step, as some trainers do, needs their values
     options = with_settings(PipelineOptions(head="plain"), settings)
     count = _devices_of(launch, nb_part, devices)
     if count > 1 and not stays:
@@ -135,12 +135,6 @@ def _refuse_fixed_order(settings: Mapping[str, Any]) -> None:
                 "a trainer cuts its data by processes: use Session(world=World.from_env("
                 "replicas=...)), or leave it out"
             )
-    if settings.get("head", "plain") != "plain":
-        raise ConfigError(
-            f"{setting('head', settings['head'])}: a pipelined model returns its logits, so its "
-            f"loss cannot be computed without them: leave {argument('head')} out, or use "
-            "HybridModel"
-        )
 
 
 def _devices_of(launch: Launch, nb_part: int | None, devices: DeviceSpec) -> int:

@@ -61,9 +61,13 @@ def run(folder, model, wrap, kind=None, classes=None, resume=None, before=None, 
     return log, dict(model.state_dict())
 
 
-def assert_alike(tmp_path, make, close=CLOSE, **options):
+def fused(model):
+    return pipelined(model, devices=["cpu:0", "cpu:1"], chunks=3, head="fused")
+
+
+def assert_alike(tmp_path, make, close=CLOSE, wrap=piped, **options):
     plain = run(tmp_path / "plain", make(), lambda model: model, **options)
-    pipe = run(tmp_path / "pipe", make(), piped, **options)
+    pipe = run(tmp_path / "pipe", make(), wrap, **options)
     assert any(plain[0])
     torch.testing.assert_close(pipe, plain, **close)
 
@@ -73,6 +77,21 @@ def accuracy(prediction):
     logits = logits[0] if isinstance(logits, tuple) else logits
     right = torch.as_tensor(logits).argmax(-1) == torch.as_tensor(prediction.label_ids)
     return {"accuracy": float(right.double().mean())}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compute_metrics": accuracy}, {"label_smoothing_factor": 0.1}, {"prediction_loss_only": True}],
+    ids=["metrics", "smoothing", "loss"],
+)
+@pytest.mark.quick_cases("metrics")
+def test_a_loss_without_logits(options, tmp_path):
+    assert_alike(tmp_path, llama, wrap=fused, **options)
+
+
+@pytest.mark.thorough
+def test_a_loss_without_logits_in_half_precision(tmp_path):
+    assert_alike(tmp_path, llama, CLOSE_IN_HALF, wrap=fused, bf16=True)
 
 
 def test_a_causal_language_model(tmp_path):
