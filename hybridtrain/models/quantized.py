@@ -370,7 +370,7 @@ def describe_plain_weights(net: nn.Module) -> str:
     by_class = Counter[str]()
     for name, size in plain.values():
         by_class[name] += size
-    total = by_class.total() + sum(math.prod(w.placeholder.shape) * w.dtype.itemsize for w in layers)
+    total = by_class.total() + sum(layer.placeholder.nbytes for layer in layers)
     shares = [f"{name} {size / total:.0%}" for name, size in by_class.most_common(3)]
     return (
         f"{setting('quantize', next(iter(layers)).kind)}: {len(layers)} layers; "

@@ -12,7 +12,7 @@ from torch import nn
 from hybridtrain import integrations
 from hybridtrain._base.devices import DeviceSpec
 from hybridtrain._base.plain_numbers import plain_numbers
-from hybridtrain.errors import ConfigError, argument, setting
+from hybridtrain.errors import ConfigError, argument
 from hybridtrain.launch import Launch, detect
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.piped.device_map import placement_of, refuse_to_move_quantized

@@ -232,7 +232,7 @@ def test_models_with_grouped_queries_and_a_mask_are_priced(name):
     loss = LossOfStep(lambda output, _: output.loss, tokens)
     priced = find_plans(net, inputs, hardware, StepWork(4), loss=loss)
     with torch.device("meta"):
-        outline = kind(net.config)
+        outline = type(net)(net.config)
     same = find_plans(outline, inputs, hardware, StepWork(4), loss=loss)
     assert same.prices[0].step_ms == priced.prices[0].step_ms > 0
     products = sum(p.numel() for n, p in net.named_parameters() if "embed" not in n and p.dim() > 1)

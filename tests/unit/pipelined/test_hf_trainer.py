@@ -81,7 +81,11 @@ def accuracy(prediction):
 
 @pytest.mark.parametrize(
     "options",
-    [{"compute_metrics": accuracy}, {"label_smoothing_factor": 0.1}, {"prediction_loss_only": True}],
+    [
+        {"compute_metrics": accuracy},
+        {"label_smoothing_factor": 0.1},
+        {"prediction_loss_only": True},
+    ],
     ids=["metrics", "smoothing", "loss"],
 )
 @pytest.mark.quick_cases("metrics")
