@@ -48,7 +48,8 @@ def pipelined(
         devices: as in `World.from_env`.
         chunks: the maximum number of micro-batches of a call.
         **settings: further fields of `PipelineOptions`, such as `schedule`, `split`, `recompute`
-            and `compile`.
+            and `compile`. With `head="fused"` the loss that the model computes from `labels` needs
+            no logits in memory; they are computed if something uses them.
 
     Raises:
         ConfigError: `model` is not a module or is pipelined already, its `device_map` offloads
