@@ -281,7 +281,7 @@ def quantize(net: nn.Module, kind: str = "nf4", keep: Sequence[str] | None = Non
     check_choice("kind", kind, KINDS)
     _operators()
     names = [keep] if isinstance(keep, str) else [*(keep or ())]
-    layers = {name: layer for name, layer in net.named_modules() if is_linear(layer)}
+    layers: dict[str, Any] = {n: layer for n, layer in net.named_modules() if is_linear(layer)}
     for name in names:
         if not any(_matches(layer, [name]) for layer in layers):
             close = closest(name, {layer.rpartition(".")[2] for layer in layers})

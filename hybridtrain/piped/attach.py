@@ -96,8 +96,8 @@ def attached(
     def carried(number: int, token: Tensor, output: Tensor) -> Tensor:
         # the output in a list: a returned argument would be a view, which code like HF Trainer's
         # `loss *= ...` must not change
-        carried: Tensor = _Carry.apply(token, arrivals, [number, output])
-        return carried
+        same: Tensor = _Carry.apply(token, arrivals, [number, output])
+        return same
 
     return {
         number: with_backward(output, partial(carried, number, token))

@@ -259,7 +259,7 @@ def watch_autograd() -> None:
         return apply.__get__(None, cls)(*args, **kwargs)
 
     leave_uncompiled(watched)  # Dynamo fails at the call of a class method of C
-    function.apply = classmethod(watched)  # type: ignore[arg-type]
+    function.apply = classmethod(watched)
     replace_backward_entry(_before_backward, _after_backward, _explain)
 
 
