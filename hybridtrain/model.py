@@ -50,6 +50,7 @@ from hybridtrain.loss import (
     resolve,
     zero_of,
 )
+from hybridtrain.models.quantized import describe_plain_weights
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.partitioning import Plan, PlannedLayers, Planner, needs_costs
 from hybridtrain.pipeline import (
@@ -487,6 +488,8 @@ class HybridModel:
         if world.is_main and (planned.head.names or options.head == "fused"):
             chosen = "fused" if planned.head.names else "plain"
             log.info("%s: %s", setting("head", chosen), planned.head.reason)
+        if world.is_main and (plain_weights := describe_plain_weights(net)):
+            log.info("%s", plain_weights)
 
     def _follow_changes(self, trains: bool) -> None:
         """Follows changes of `requires_grad` in `net`; refuses other changes."""

@@ -1,4 +1,4 @@
-"""The layer that a model of transformers says computes its output."""
+"""What a model of transformers says about the modules that compute its output."""
 
 from __future__ import annotations
 
@@ -10,3 +10,14 @@ def output_embeddings(net: nn.Module) -> nn.Module | None:
     method = getattr(net, "get_output_embeddings", None)
     layer = method() if callable(method) else None
     return layer if isinstance(layer, nn.Module) else None
+
+
+def head_modules(net: nn.Module) -> list[nn.Module]:
+    """Returns the modules outside of `net.base_model`, and those of `output_embeddings`.
+
+    Empty for a model that has neither.
+    """
+    base, output = getattr(net, "base_model", None), output_embeddings(net)
+    inside = {*map(id, base.modules())} if isinstance(base, nn.Module) else None
+    outside = [m for m in net.modules() if inside is not None and id(m) not in inside]
+    return [*outside, *([] if output is None else output.modules())]

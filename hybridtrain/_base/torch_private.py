@@ -93,6 +93,7 @@ __all__ = [
     "is_traced",
     "keep_device_guard",
     "leave_draws",
+    "leave_uncompiled",
     "loader_workers",
     "move_hooks",
     "noting_saved",
@@ -256,6 +257,19 @@ def prepare_compiler(layers: int, static: bool) -> None:
     functorch.force_non_lazy_backward_lowering = True
     _detect_tracing_by_thread()
     _guard_class_attributes()
+
+
+def leave_uncompiled(function: Any) -> None:
+    """Keeps Dynamo from compiling the frames of a function; functions that it calls are compiled.
+
+    Uses `torch._C._dynamo.eval_frame.set_code_exec_strategy`, as `torch.compiler.disable` does,
+    whose import takes a second.
+    """
+    from torch._C._dynamo import eval_frame
+
+    action: Any = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 _AUTOTUNING = {

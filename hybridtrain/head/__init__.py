@@ -10,10 +10,13 @@ from hybridtrain.head.calls import HeadCall, install, lazily
 from hybridtrain.head.choice import LARGE_VOCABULARY, HeadChoice, head_of
 from hybridtrain.head.lazy_logits import (
     LazyLogits,
+    concatenated,
     hidden_states,
     lazy_linear,
     made,
     made_from,
+    with_backward,
+    without_graph,
     without_lazy,
 )
 
@@ -22,6 +25,7 @@ __all__ = [
     "HeadCall",
     "HeadChoice",
     "LazyLogits",
+    "concatenated",
     "head_of",
     "hidden_states",
     "install",
@@ -29,5 +33,7 @@ __all__ = [
     "lazy_linear",
     "made",
     "made_from",
+    "with_backward",
+    "without_graph",
     "without_lazy",
 ]

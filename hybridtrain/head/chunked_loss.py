@@ -12,6 +12,13 @@
 Products have the dtype of the plain layer; all else is computed in float32. The sizes of chunks
 depend on the shapes of a micro-batch alone, so that every layout computes the same bits.
 
+The weight's gradient could be made in the forward where the backward follows at once, by adding
+the products of all chunks of tokens, and the logits would be computed once. For 4,096 tokens of
+width 512 and 131,072 classes on a CPU that took 20.1 s instead of 25.6 in float32, but in bfloat16
+23.1 s instead of 16.9, and 0.74 GiB instead of 0.31: each chunk adds to a float32 sum as large as
+the weight. Schedules that divide the backward would have to add in the same order, for the same
+bits, and would gain nothing. So all compute it here, in one product per row of the weight.
+
 PyTorch's `F.linear_cross_entropy` has one node, keeps a tensor as large as the weight from the
 forward to the backward of each micro-batch, sums bf16 losses in bf16, and has no autocast rule.
 """

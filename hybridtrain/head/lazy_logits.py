@@ -14,6 +14,7 @@ far make them of the head's output. So each result is the right one, and only ne
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -59,6 +60,9 @@ _OF_OBJECT = frozenset(
 )
 
 
+_Versions = tuple[tuple[Tensor, int], ...]
+
+
 @dataclass(frozen=True)
 class _Recipe:
     """The logits as a function of hidden states.
@@ -71,6 +75,7 @@ class _Recipe:
         class_dim: the dimension of the classes.
         dtype: the dtype of the logits.
         versions: tensors that must not change, and their version counters.
+        attached: whether a function gets the gradient of the logits, see `with_backward`.
     """
 
     terms: tuple[Term, ...]
@@ -78,7 +83,8 @@ class _Recipe:
     factor: float
     class_dim: int
     dtype: torch.dtype
-    versions: tuple[tuple[Tensor, int], ...]
+    versions: _Versions
+    attached: bool = False
 
     @property
     def shape(self) -> list[int]:
@@ -110,15 +116,33 @@ class _Recipe:
             for rows in (term.hidden.movedim(self.class_dim, -1),)
         ]
 
+    def without_graph(self) -> _Recipe:
+        """Returns the recipe with tensors that hold no graph, and share the version counters."""
+        terms = tuple(
+            Term(
+                term.hidden.detach(),
+                term.weight.detach(),
+                None if term.bias is None else term.bias.detach(),
+                term.factor,
+            )
+            for term in self.terms
+        )
+        versions = tuple((tensor.detach(), version) for tensor, version in self.versions)
+        return replace(self, terms=terms, versions=versions, attached=False)
+
     def check_unchanged(self) -> None:
         """Raises a UserError if a tensor that the logits depend on was changed in place."""
-        if any(tensor._version != version for tensor, version in self.versions):
-            raise UserError(
-                "the logits are used after the weight of the head, or the hidden states, have been "
-                f"changed in place, but {setting('head', 'fused')} computes them when they are "
-                "used: use them before (such as before optimizer.step()), or set "
-                f"{setting('head', 'plain')}"
-            )
+        _check_unchanged(self.versions)
+
+
+def _check_unchanged(versions: _Versions) -> None:
+    if any(tensor._version != version for tensor, version in versions):
+        raise UserError(
+            "the logits are used after the weight of the head, or the hidden states, have been "
+            f"changed in place, but {setting('head', 'fused')} computes them when they are "
+            "used: use them before (such as before optimizer.step()), or set "
+            f"{setting('head', 'plain')}"
+        )
 
 
 class _Origin:
@@ -157,6 +181,16 @@ class _Origin:
         """Returns the logits without a graph, where autograd does not see what makes them."""
         return self._made(_copy) if self.value is None else self.value
 
+    def without_graph(self) -> _Origin:
+        """Returns how to make the same logits without a gradient, from tensors without a graph."""
+        origin = copy.copy(self)
+        origin.families, origin._grad = [weakref.WeakValueDictionary()], False
+        if self.value is not None:
+            origin.value = self.value.detach()
+        else:
+            origin._call = tree_map_only(Tensor, _without_graph, self._call)
+        return origin
+
     def _made(self, of_parent: Callable[[LazyLogits], Tensor]) -> Tensor:
         assert self._call is not None
         function, args, kwargs = self._call
@@ -191,8 +225,8 @@ class LazyLogits(Tensor):
     def of(recipe: _Recipe, origin: _Origin) -> LazyLogits:
         """Returns the logits that both describe."""
         tensors = (t for term in recipe.terms for t in (term.hidden, term.weight, term.bias))
-        requires_grad = torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in tensors
+        requires_grad = torch.is_grad_enabled() and (
+            recipe.attached or any(t is not None and t.requires_grad for t in tensors)
         )
         logits: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits,
@@ -267,6 +301,48 @@ def made(logits: LazyLogits) -> Tensor:
     return logits.origin.make()
 
 
+def _without_graph(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, LazyLogits):
+        return tensor.detach()
+    with torch.no_grad():
+        return LazyLogits.of(tensor.recipe.without_graph(), tensor.origin.without_graph())
+
+
+def without_graph(tree: Any) -> Any:
+    """Returns a pytree with lazy logits that hold hidden states and weight, but no graph."""
+    return tree_map_only(LazyLogits, _without_graph, tree)
+
+
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """Returns `torch.cat(parts)`, lazily if all are lazy logits of the same head, without a graph.
+
+    Args:
+        parts: the logits of micro-batches.
+    """
+    recipes = [part.recipe for part in parts if isinstance(part, LazyLogits) and _is_lazy(part)]
+    kinds = {(r.softcap, r.factor, r.class_dim, r.dtype, len(r.terms)) for r in recipes}
+    if len(recipes) < len(parts) or len(kinds) > 1 or not recipes[0].class_dim:
+        return torch.cat(without_lazy(list(parts)))
+    terms = tuple(
+        replace(term, hidden=torch.cat([recipe.terms[number].hidden for recipe in recipes]))
+        for number, term in enumerate(recipes[0].terms)
+    )
+    versions = tuple(pair for recipe in recipes for pair in recipe.versions)
+    origin = _Origin(torch.cat, (list(parts),), {}, [weakref.WeakValueDictionary()])
+    return LazyLogits.of(replace(recipes[0], terms=terms, versions=versions), origin)
+
+
+def with_backward(logits: LazyLogits, attach: Callable[[Tensor], Tensor]) -> LazyLogits:
+    """Returns the same logits, which are `attach(logits)` as soon as their values are needed.
+
+    Args:
+        logits: logits without a graph.
+        attach: returns a tensor with the same values and a graph, to which their gradient goes.
+    """
+    origin = _Origin(attach, (logits,), {}, [weakref.WeakValueDictionary()])
+    return LazyLogits.of(replace(logits.recipe, attached=True), origin)
+
+
 def made_from(tensor: Tensor) -> list[Tensor]:
     """Returns the tensors with a gradient that lazy logits are made from; others as they are."""
     if not isinstance(tensor, LazyLogits):
@@ -305,13 +381,13 @@ def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         term = Term(hidden.to(dtype), weight, bias)
     versions = tuple((t, t._version) for t in (*tensors, term.hidden) if not t.is_inference())
     recipe = _Recipe((term,), False, 1.0, hidden.dim() - 1, dtype, versions)
+    args = versions, hidden, weight, bias
+    return LazyLogits.of(recipe, _Origin(_product, args, {}, [weakref.WeakValueDictionary()]))
 
-    def product(*tensors: Tensor) -> Tensor:
-        recipe.check_unchanged()
-        return F.linear(*tensors)
 
-    origin = _Origin(product, (hidden, weight, bias), {}, [weakref.WeakValueDictionary()])
-    return LazyLogits.of(recipe, origin)
+def _product(versions: _Versions, *tensors: Any) -> Tensor:
+    _check_unchanged(versions)
+    return F.linear(*tensors)
 
 
 def _dtype_of_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype | None:
@@ -413,6 +489,7 @@ def _add(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         terms=first.terms + second.terms,
         dtype=torch.promote_types(first.dtype, second.dtype),
         versions=first.versions + second.versions,
+        attached=first.attached or second.attached,
     )
     return _derived(recipe, func, args, kwargs)
 
@@ -458,17 +535,7 @@ def _same(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @_rule(Tensor.detach, torch.detach)
 def _detach(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    recipe = args[0].recipe
-    terms = tuple(
-        Term(
-            term.hidden.detach(),
-            term.weight.detach(),
-            None if term.bias is None else term.bias.detach(),
-            term.factor,
-        )
-        for term in recipe.terms
-    )
-    return _derived(replace(recipe, terms=terms), func, args, kwargs)
+    return _derived(args[0].recipe.without_graph(), func, args, kwargs)
 
 
 @_rule(Tensor.view, Tensor.reshape, torch.reshape)
@@ -591,6 +658,7 @@ def _cross_entropy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         or list(target.shape) != others
         or target.device != logits.device
         or recipe.class_dim != min(1, len(others))
+        or (recipe.attached and torch.is_grad_enabled())
         or (average, reduce) != (None, None)
         or reduction not in ("mean", "sum", "none")
         or not 0.0 <= smoothing <= 1.0

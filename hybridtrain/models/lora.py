@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hybridtrain._base.adapter import put_adapter
 from hybridtrain.errors import ConfigError, argument, check_choice, closest, phrase, setting
-from hybridtrain.models.quantized import QuantizedLinear, without_dequantizing
+from hybridtrain.models.quantized import QuantizedLinear, is_linear, without_dequantizing
 
 INITS: dict[str, bool | str] = {
     "default": True,
@@ -165,10 +165,17 @@ class LoraAdapter:
         Quantized weights are dequantized.
         """
         for name, module in [*_layers(net)]:
-            if isinstance(module.base_layer, QuantizedLinear):
-                module.base_layer = module.base_layer.plain()
+            base = module.base_layer
+            if isinstance(base, QuantizedLinear):
+                module.base_layer = base.plain()
             module.merge()
-            net.set_submodule(name, module.get_base_layer())
+            layer = module.get_base_layer()
+            net.set_submodule(
+                name, base.as_replaced(layer) if isinstance(base, QuantizedLinear) else layer
+            )
+        for name, base in [*net.named_modules()]:  # without an adapter
+            if isinstance(base, QuantizedLinear):
+                net.set_submodule(name, base.as_replaced(base.plain()))
         for name, module in [*_saved_whole(net)]:
             net.set_submodule(name, module.modules_to_save[_ADAPTER])
         return net
@@ -229,7 +236,7 @@ def _targets(
             )
         if hasattr(net, "get_output_embeddings"):
             return ALL_LINEAR
-        names = [name for name, module in net.named_modules() if _is_linear(module)]
+        names = [name for name, module in net.named_modules() if is_linear(module)]
         return names[:-1] or names
     names = [targets] if isinstance(targets, str) else [*targets]
     if not names:
@@ -288,13 +295,8 @@ def _matching(net: nn.Module, name: str) -> Iterator[str]:
 
 def _linear_names(net: nn.Module) -> list[str]:
     """Returns the last parts of the names of linear layers, without duplicates."""
-    names = (name for name, module in net.named_modules() if _is_linear(module))
+    names = (name for name, module in net.named_modules() if is_linear(module))
     return [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    # Conv1D of transformers is a linear layer (in GPT-2)
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _peft() -> Any:

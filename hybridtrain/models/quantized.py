@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain._base.construction import computed_from, has_values
-from hybridtrain._base.output_layer import output_embeddings
+from hybridtrain._base.output_layer import head_modules
 from hybridtrain.errors import ConfigError, argument, check_choice, closest, setting
 
 KINDS = ("nf4", "int8")
@@ -44,8 +45,6 @@ BLOCK = 64
 
 _PIECE = 1 << 20
 _without_dequantizing: ContextVar[bool] = ContextVar("_without_dequantizing", default=False)
-# The heads of classifiers, by the names that transformers gives them.
-_HEADS = ("classifier", "score")
 
 
 class _Form(NamedTuple):
@@ -85,7 +84,8 @@ class _Form(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype, stored: Sequence[Tensor]) -> Tensor:
         """Returns the weight."""
-        ops = _operators()
+        # a compiler cannot trace the import
+        ops = torch.ops.bitsandbytes if torch.compiler.is_compiling() else _operators()
         if self.kind == "nf4":
             weight = ops.dequantize_4bit(*stored, BLOCK, self.kind, self.shape, dtype)
         else:
@@ -123,10 +123,11 @@ class QuantizedLinear(nn.Linear):
     """A linear layer with a frozen weight in 4 or 8 bits.
 
     It computes in the dtype of its input. `load_state_dict` accepts the stored tensors, or a plain
-    `weight`, which it quantizes.
+    `weight`, which it quantizes. In place of a `Conv1D` of transformers, a linear layer with a
+    weight of shape [in, out], it is a linear layer as any other to an adapter.
 
     Args:
-        layer: the layer to replace; its bias is kept.
+        layer: the `nn.Linear` or `Conv1D` to replace; its bias is kept.
         kind: one of `KINDS`.
         device: if the weight has no values: the device of the stored tensors, which a later load
             fills; None: they have no values either.
@@ -142,12 +143,14 @@ class QuantizedLinear(nn.Linear):
     absmax: nn.Parameter
 
     def __init__(
-        self, layer: nn.Linear, kind: str = "nf4", device: torch.device | None = None
+        self, layer: nn.Module, kind: str = "nf4", device: torch.device | None = None
     ) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.kind, self.dtype = kind, layer.weight.dtype
-        weight = layer.weight.detach()
+        assert isinstance(layer.weight, Tensor)
+        self._replaced = type(layer)
+        weight = self._in_order(layer.weight.detach())
+        self.out_features, self.in_features = weight.shape
+        self.kind, self.dtype = kind, weight.dtype
         if has_values(weight):
             values = self._form.quantized(weight)
         else:
@@ -168,24 +171,24 @@ class QuantizedLinear(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         """A dequantized copy of the weight; changes of it have no effect."""
         if _without_dequantizing.get():
-            return self.placeholder
+            return self._in_order(self.placeholder)
         return self._form.dequantized(self.dtype, self._stored())
 
     @property
     def placeholder(self) -> Tensor:
-        """A tensor with the shape, dtype and device of `weight`, and memory for one element.
+        """A tensor like the weight of the replaced layer, with memory for one element.
 
         It is a meta tensor if another process has the values.
         """
         one = torch.zeros((), dtype=self.dtype, device=self.packed.device)
-        return one.expand(self._form.shape)
+        return self._in_order(one.expand(self._form.shape))
 
     @torch.no_grad()
     def load_weight(self, weight: Tensor) -> None:
-        """Replaces the values by those of a plain weight; without effect in another process."""
+        """Replaces the values by a weight of the replaced layer; no effect in another process."""
         if self.packed.is_meta:
             return
-        weight = weight.to(self.packed.device, self.dtype)
+        weight = self._in_order(weight.to(self.packed.device, self.dtype))
         for parameter, value in zip(self._stored(), self._form.quantized(weight), strict=True):
             parameter.copy_(value)
 
@@ -195,6 +198,17 @@ class QuantizedLinear(nn.Linear):
         layer.weight = nn.Parameter(self.weight, requires_grad=False)
         layer.register_parameter("bias", self.bias)
         return layer.train(self.training)
+
+    def as_replaced(self, layer: nn.Linear) -> nn.Module:
+        """Returns a linear layer as a module of the class that this one has replaced."""
+        if not _is_conv1d(self._replaced):
+            return layer
+        with torch.device("meta"):
+            replaced: Any = self._replaced(self.out_features, self.in_features)
+        weight = self._in_order(layer.weight.detach()).contiguous()
+        replaced.weight = nn.Parameter(weight, requires_grad=False)
+        replaced.bias = layer.bias
+        return replaced
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the product with the dequantized weight, plus the bias."""
@@ -216,6 +230,10 @@ class QuantizedLinear(nn.Linear):
     def _stored(self) -> list[nn.Parameter]:
         return [getattr(self, name) for name in self.stored]
 
+    def _in_order(self, weight: Tensor) -> Tensor:
+        """Returns a weight of the replaced layer as that of a linear one, and the other way."""
+        return weight.t() if _is_conv1d(self._replaced) else weight
+
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         exact = {name: getattr(self, name).data for name in self.stored}
         super()._apply(fn, recurse)
@@ -230,11 +248,11 @@ class QuantizedLinear(nn.Linear):
         state = dict(state_dict)
         weight = state.pop(f"{prefix}weight", None)
         if weight is not None:
-            if weight.shape != self._form.shape:
+            if weight.shape != self.placeholder.shape:
                 errors = args[-1]
                 errors.append(
                     f"size mismatch for {prefix}weight: {list(weight.shape)} in the state dict, "
-                    f"{list(self._form.shape)} in the model."
+                    f"{list(self.placeholder.shape)} in the model."
                 )
             else:
                 self.load_weight(weight)
@@ -245,10 +263,11 @@ class QuantizedLinear(nn.Linear):
 def quantize(net: nn.Module, kind: str = "nf4", keep: Sequence[str] | None = None) -> nn.Module:
     """Returns `net` with its linear layers in 4 or 8 bits, as the base of an adapter.
 
-    Call it before `lora`. Embeddings, the output head, weights that several modules share, and
-    layers with an odd number of inputs stay as they are. Layers are replaced one after the other,
-    so only one exists in both forms. Weights on the meta device in a model with other values become
-    zeros, which `init_from` replaces.
+    Call it before `lora`. Embeddings, the head, weights that several modules share, layers with an
+    odd number of inputs, and parameters of other modules, such as stacked experts, stay as they
+    are. The head is what a model of transformers has outside of its `base_model`, or else the last
+    linear layer. Layers are replaced one after the other, so only one exists in both forms. Weights
+    on the meta device in a model with other values become zeros, which `init_from` replaces.
 
     Args:
         net: a model of transformers, or any other; it is modified.
@@ -262,7 +281,7 @@ def quantize(net: nn.Module, kind: str = "nf4", keep: Sequence[str] | None = Non
     check_choice("kind", kind, KINDS)
     _operators()
     names = [keep] if isinstance(keep, str) else [*(keep or ())]
-    layers = {name: layer for name, layer in net.named_modules() if isinstance(layer, nn.Linear)}
+    layers: dict[str, Any] = {n: layer for n, layer in net.named_modules() if is_linear(layer)}
     for name in names:
         if not any(_matches(layer, [name]) for layer in layers):
             close = closest(name, {layer.rpartition(".")[2] for layer in layers})
@@ -270,14 +289,14 @@ def quantize(net: nn.Module, kind: str = "nf4", keep: Sequence[str] | None = Non
                 f"{setting('keep', name)}: a {type(net).__name__} has no such linear layer"
                 + (f"; did you mean {close!r}?" if close else "")
             )
-    plain_ids = {id(module) for module in _heads(net, layers)}
+    head = {id(module) for module in head_modules(net) or [*layers.values()][-1:]}
     shared = _shared(net)
     chosen = [
         name
         for name, layer in layers.items()
-        if type(layer) is nn.Linear
-        and not (id(layer) in plain_ids or id(layer.weight) in shared or _matches(name, names))
-        and layer.in_features % 2 == 0
+        if (type(layer) is nn.Linear or _is_conv1d(type(layer)))
+        and not (id(layer) in head or id(layer.weight) in shared or _matches(name, names))
+        and (layer.nx if _is_conv1d(type(layer)) else layer.in_features) % 2 == 0
     ]
     if not chosen:
         raise ConfigError(
@@ -333,12 +352,31 @@ def describe_quantization(net: nn.Module) -> str:
     return f"{kinds[0]}, {len(kinds)} layers" if kinds else ""
 
 
-def _heads(net: nn.Module, layers: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Returns the layers that compute the output."""
-    heads = [layer for name, layer in layers.items() if _matches(name, _HEADS)]
-    if (output := output_embeddings(net)) is not None:
-        heads.append(output)
-    return heads or [*layers.values()][-1:]
+def describe_plain_weights(net: nn.Module) -> str:
+    """Returns, in words, which share of the frozen weights is not quantized.
+
+    Shares are of the bytes of the plain model. The text is empty if no layer is quantized.
+    """
+    layers = quantized_weights(net).values()
+    if not layers:
+        return ""
+    plain = {
+        id(parameter): (type(module).__name__, parameter.nbytes)
+        for module in net.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not parameter.requires_grad
+        if not (isinstance(module, QuantizedLinear) and name in module.stored)
+    }
+    by_class = Counter[str]()
+    for name, size in plain.values():
+        by_class[name] += size
+    total = by_class.total() + sum(layer.placeholder.nbytes for layer in layers)
+    shares = [f"{name} {size / total:.0%}" for name, size in by_class.most_common(3)]
+    return (
+        f"{setting('quantize', next(iter(layers)).kind)}: {len(layers)} layers; "
+        f"{by_class.total() / total:.0%} of the bytes of the frozen weights stay as they were "
+        f"({', '.join(shares)}), because only linear layers besides the head are quantized"
+    )
 
 
 def _shared(net: nn.Module) -> set[int]:
@@ -350,6 +388,15 @@ def _shared(net: nn.Module) -> set[int]:
             if parameter is not None and owners.setdefault(id(parameter), module) is not module:
                 found.add(id(parameter))
     return found
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether a module is an `nn.Linear`, or a `Conv1D` of transformers, as in GPT-2."""
+    return isinstance(module, nn.Linear) or _is_conv1d(type(module))
+
+
+def _is_conv1d(kind: type[nn.Module]) -> bool:
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def _matches(name: str, endings: Iterable[str]) -> bool:

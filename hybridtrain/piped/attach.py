@@ -14,12 +14,14 @@ that need that thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
+from hybridtrain.head import LazyLogits, with_backward
 
 Backward = Callable[[Mapping[int, Tensor]], Sequence[Tensor | None]]
 """`backward(gradients)`, by the number of the output, returns the gradients of the arguments."""
@@ -90,10 +92,17 @@ def attached(
     arrivals = _Arrivals(backward)
     anchor = torch.zeros((), requires_grad=True)
     tokens = _Arrive.apply(arrivals, len(outputs), anchor, *arguments)
-    # the outputs in a list: a returned argument would be a view, which code like HF Trainer's
-    # `loss *= ...` must not change
+
+    def carried(number: int, token: Tensor, output: Tensor) -> Tensor:
+        # the output in a list: a returned argument would be a view, which code like HF Trainer's
+        # `loss *= ...` must not change
+        same: Tensor = _Carry.apply(token, arrivals, [number, output])
+        return same
+
     return {
-        number: _Carry.apply(token, arrivals, [number, output])
+        number: with_backward(output, partial(carried, number, token))
+        if isinstance(output, LazyLogits)
+        else carried(number, token, output)
         for token, (number, output) in zip(tokens, outputs.items(), strict=True)
     }
 

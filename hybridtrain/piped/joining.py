@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from hybridtrain._base.microbatch import merge, output_place
 from hybridtrain._base.values import leaves_of, named_leaves, same_constant
 from hybridtrain.errors import BatchError, ConfigError, setting
+from hybridtrain.head import concatenated
 from hybridtrain.loss import IGNORED, count_of_output
 from hybridtrain.piped.calls import ITEMS, Call
 
@@ -150,7 +151,7 @@ def joined(
             is_whole = not column[0].is_floating_point() and not column[0].is_complex()
             leaves.append(total.round().to(column[0].dtype) if is_whole else total)
         elif isinstance(column[0], Tensor) and column[0].dim():
-            leaves.append(torch.cat(column))
+            leaves.append(concatenated(column))
         else:
             outputs = [tree_unflatten(of_part, spec) for of_part in columns]
             leaves.append(tree_flatten(merge(outputs))[0][number])

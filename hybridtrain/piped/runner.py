@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from hybridtrain._base.microbatch import Microbatch, uncut
 from hybridtrain.errors import ConfigError
+from hybridtrain.head import LazyLogits, hidden_states
 from hybridtrain.launch import Launch
 from hybridtrain.model import HybridModel
 from hybridtrain.options import PipelineOptions
@@ -33,7 +34,7 @@ from hybridtrain.piped.calls import (
 from hybridtrain.piped.joining import Join, Runs, joined, proved, rules_for
 from hybridtrain.piped.optimizers import StaleOptimizers
 from hybridtrain.piped.replicas import Replicas
-from hybridtrain.piped.steps import Kind, Step, gradient_of_number
+from hybridtrain.piped.steps import Kept, Kind, Step, gradient_of_number
 from hybridtrain.pipeline import HeadOutput, StepKind, net_of_trip
 from hybridtrain.world import World
 
@@ -142,6 +143,10 @@ class Runner:
         of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if kind.join is None and len(call.sizes) > 1:
             kind.join = self._proved(model, call, wants_gradients)
+            numbers = [place for place, rule in enumerate(kind.join.rules) if rule]
+            if model.planned.head.names and len(numbers) == 1 and not _is_in_fp16(self.world):
+                # or the first step would have the logits; if it is wrong, the forwards run again
+                kind.loss = numbers[0]
         if not wants_gradients:
             return self._evaluate(model, call, kind, of_step)
         self.replicas.begin_step()
@@ -176,9 +181,13 @@ class Runner:
     def _proved(self, model: HybridModel, call: Call, trains: bool) -> Join:
         has_gradients = trains and any(p.requires_grad for p in self.net.parameters())
 
+        def head(_: int, output: Any) -> HeadOutput:
+            # the logits of lazy ones depend on nothing but the hidden states of the same token
+            return HeadOutput(tree_map_only(LazyLogits, lambda x: hidden_states(x)[0], output))
+
         def output(inputs: Any) -> Any:
             with torch.no_grad():
-                return model.run_microbatches([inputs], _as_it_is, trains=False)[0]
+                return model.run_microbatches([inputs], head, trains=False)[0]
 
         def gradient(number: int, inputs: Any) -> Tensor | None:
             return gradient_of_number(model, inputs, number) if has_gradients else None
@@ -192,7 +201,8 @@ class Runner:
 
     def _evaluate(self, model: HybridModel, call: Call, kind: Kind, of_step: StepKind) -> Any:
         parts = call.cut()
-        outputs = model.run_microbatches(parts, _as_it_is, trains=False, kind=of_step)
+        kept = model.run_microbatches(parts, _kept, trains=False, kind=of_step)
+        outputs = [of_part.output for of_part in kept]
         if len(outputs) == 1:
             return outputs[0]
         columns, spec = [], None
@@ -214,6 +224,16 @@ class Runner:
 
 def _as_it_is(_: int, output: Any) -> HeadOutput:
     return HeadOutput(output)
+
+
+def _kept(_: int, output: Any) -> HeadOutput:
+    return HeadOutput(Kept(output))
+
+
+def _is_in_fp16(world: World) -> bool:
+    """Returns whether a scaler may multiply the loss by a number that its first backward needs."""
+    kind = world.devices[0].type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
 
 
 def refuse_hooks(model: HybridModel) -> None:

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hybridtrain._base.precision import ThreadState
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, setting
+from hybridtrain.head import LazyLogits, without_graph, without_lazy
 from hybridtrain.loss import zero_of
 from hybridtrain.piped.attach import Gate, Late, attached
 from hybridtrain.piped.calls import Call
@@ -150,7 +151,7 @@ class Step:
         late = [Late() for _ in self._parts]
 
         def head(microbatch: int, output: Any) -> HeadOutput:
-            leaves = self._leaves_of(microbatch, output)
+            leaves = without_lazy(self._leaves_of(microbatch, output))
             root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
             return HeadOutput(list(map(_detached, leaves)), root, torch.ones_like(root))
 
@@ -191,13 +192,13 @@ class Step:
             leaves = self._leaves_of(microbatch, output)
             root = leaves[loss]
             gradient = torch.full_like(root, weights[microbatch] * factor if root.dim() == 0 else 1)
-            return HeadOutput(list(map(_detached, leaves)), root, gradient)
+            return HeadOutput(Kept(list(map(_detached, leaves))), root, gradient)
 
         with own_gradients(self._model) as gradients:
-            columns = self._model.run_microbatches(
+            kept = self._model.run_microbatches(
                 self._parts, head, trains=True, sync=False, kind=self._of_step
             )
-        return gradients, columns
+        return gradients, [of_part.output for of_part in kept]
 
     def _deliver(
         self,
@@ -305,8 +306,27 @@ def gradient_of_number(model: HybridModel, inputs: Any, number: int) -> Tensor |
     return torch.cat(pieces) if pieces else None
 
 
+class Kept:
+    """The output of a micro-batch whose lazy logits stay lazy after its forward.
+
+    A pipeline looks for them in what its head returns, but not inside of this.
+
+    Args:
+        output: the output.
+
+    Attributes:
+        output: the same, without a graph of the logits.
+    """
+
+    def __init__(self, output: Any) -> None:
+        leaves_of(output)  # registers dataclasses
+        self.output = without_graph(output)
+
+
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor) or isinstance(leaf, LazyLogits):
+        return leaf
+    return leaf.detach()
 
 
 @torch.no_grad()

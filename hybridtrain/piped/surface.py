@@ -24,6 +24,7 @@ from torch import nn
 
 from hybridtrain._base.torch_private import is_wrapped_by_compiler
 from hybridtrain.errors import ConfigError, setting
+from hybridtrain.head import install as install_head
 from hybridtrain.piped.runner import Runner
 from hybridtrain.pipeline import net_of_trip, uninstall
 
@@ -202,5 +203,6 @@ def runner_of(net: nn.Module) -> Runner | None:
 
 def restore(net: nn.Module) -> None:
     """Gives a pipelined model its own class back."""
+    install_head(net, ())
     uninstall(net.modules())
     _CLASS.__set__(net, type(net).__mro__[1])

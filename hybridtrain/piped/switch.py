@@ -12,7 +12,7 @@ from torch import nn
 from hybridtrain import integrations
 from hybridtrain._base.devices import DeviceSpec
 from hybridtrain._base.plain_numbers import plain_numbers
-from hybridtrain.errors import ConfigError, argument, setting
+from hybridtrain.errors import ConfigError, argument
 from hybridtrain.launch import Launch, detect
 from hybridtrain.options import PipelineOptions, with_settings
 from hybridtrain.piped.device_map import placement_of, refuse_to_move_quantized
@@ -48,7 +48,8 @@ def pipelined(
         devices: as in `World.from_env`.
         chunks: the maximum number of micro-batches of a call.
         **settings: further fields of `PipelineOptions`, such as `schedule`, `split`, `recompute`
-            and `compile`.
+            and `compile`. With `head="fused"` the loss that the model computes from `labels` needs
+            no logits in memory; they are computed if something uses them.
 
     Raises:
         ConfigError: `model` is not a module or is pipelined already, its `device_map` offloads
@@ -78,7 +79,7 @@ def pipelined(
         nb_part = nb_part or len(placement.devices)
         if nb_part == len(placement.devices) and "split" not in settings:
             stays, settings["split"] = True, placement.first_modules
-    # its caller gets all outputs, among them the logits
+    # a caller that uses the logits after a step, as some trainers do, needs their values
     options = with_settings(PipelineOptions(head="plain"), settings)
     count = _devices_of(launch, nb_part, devices)
     if count > 1 and not stays:
@@ -135,12 +136,6 @@ def _refuse_fixed_order(settings: Mapping[str, Any]) -> None:
                 "a trainer cuts its data by processes: use Session(world=World.from_env("
                 "replicas=...)), or leave it out"
             )
-    if settings.get("head", "plain") != "plain":
-        raise ConfigError(
-            f"{setting('head', settings['head'])}: a pipelined model returns its logits, so its "
-            f"loss cannot be computed without them: leave {argument('head')} out, or use "
-            "HybridModel"
-        )
 
 
 def _devices_of(launch: Launch, nb_part: int | None, devices: DeviceSpec) -> int:

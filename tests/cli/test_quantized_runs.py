@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from cli_runs import fail, succeed
 from safetensors.torch import load_file
 from support.launch import forked_command
-from support.small_hub import write_chats, write_llama
+from support.small_hub import write_chats, write_gpt2, write_llama
 from torch import nn
 
 pytest.importorskip("bitsandbytes")
@@ -43,34 +44,49 @@ def base_and_adapter(folder):
     net = AutoModelForCausalLM.from_pretrained("./llama", attn_implementation="eager")
     ops = torch.ops.bitsandbytes
     for name, layer in net.named_modules():
-        if isinstance(layer, nn.Linear) and name != "lm_head":
-            weight = layer.weight.data
+        is_transposed = type(layer).__name__ == "Conv1D"
+        if (is_transposed or isinstance(layer, nn.Linear)) and name != "lm_head":
+            weight = layer.weight.data.t() if is_transposed else layer.weight.data
             stored = ops.quantize_4bit(weight, 64, "nf4", torch.uint8)
-            layer.weight.data = ops.dequantize_4bit(*stored, 64, "nf4", weight.shape, weight.dtype)
+            weight = ops.dequantize_4bit(*stored, 64, "nf4", weight.shape, weight.dtype)
+            layer.weight.data = weight.t() if is_transposed else weight
     return peft.PeftModel.from_pretrained(net, folder).eval()
 
 
 @pytest.mark.parametrize(
-    "processes", [1, pytest.param(2, marks=pytest.mark.thorough, id="a-process-for-each-stage")]
+    ("processes", "layers", "more"),
+    [
+        (1, 14, []),
+        pytest.param(2, 14, [], marks=pytest.mark.thorough, id="a-process-for-each-stage"),
+        pytest.param(1, 14, ["model.lora.dora=true"], marks=pytest.mark.thorough, id="dora"),
+        pytest.param(1, 8, [], marks=pytest.mark.thorough, id="conv1d"),
+    ],
 )
-def test_a_run_goes_on_in_other_stages_and_exports_what_was_evaluated(processes, capfd):
+def test_a_run_goes_on_in_other_stages_and_exports_what_was_evaluated(
+    processes, layers, more, capfd
+):
     from transformers import AutoModelForCausalLM
 
-    first = [*RUN, "trainer.steps=1", "pipeline.nb_part=2"]
+    if layers == 8:
+        shutil.rmtree("llama")
+        write_gpt2(Path("llama"))
+    run = [*RUN, *more]
+    first = [*run, "trainer.steps=1", "pipeline.nb_part=2"]
     if processes == 1:
         succeed(capfd, *first)
     else:
         forked_command(processes, [*first, "world.engine=distributed"], Path("said"))
-    said = succeed(capfd, *RUN, "trainer.steps=2", "pipeline.nb_part=3", "world.engine=local")
+    said = succeed(capfd, *run, "trainer.steps=2", "pipeline.nb_part=3", "world.engine=local")
     assert "resumed from outputs/sft_chat/checkpoints/step_00000001" in said
+    assert f"model.quantize=nf4: {layers} layers; " in said
     saved = adapter("sft_chat", 2)
     assert saved
     assert all(".lora_" in name for name in saved)
     state = Path("outputs/sft_chat/checkpoints/step_00000002/state.json")
-    assert json.loads(state.read_text())["base"]["quantization"] == "nf4, 14 layers"
+    assert json.loads(state.read_text())["base"]["quantization"] == f"nf4, {layers} layers"
 
     # uninterrupted, in one stage: bitwise the same
-    succeed(capfd, *RUN, "trainer.steps=2", "pipeline.nb_part=1", "run_name=whole")
+    succeed(capfd, *run, "trainer.steps=2", "pipeline.nb_part=1", "run_name=whole")
     whole = adapter("whole", 2)
     assert list(whole) == list(saved)
     assert all(torch.equal(value, saved[name]) for name, value in whole.items())

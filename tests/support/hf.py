@@ -40,24 +40,43 @@ def padded(rows):
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def causal_lm(name, **settings):
+    """A causal language model with grouped queries: `Llama`, `Mixtral` or `Gemma2`."""
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes | settings)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
 def llama(**settings):
     """A causal language model of four layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return causal_lm("Llama", **settings)
 
+
+def gpt2(**settings):
+    """A causal language model of two layers, whose linear layers are `Conv1D`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False,
+        bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM", **dropout, **settings,
+    )  # fmt: skip
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            **settings,
-        )
-    )
+    return GPT2LMHeadModel(config)
 
 
 def bert():

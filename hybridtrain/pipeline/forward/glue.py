@@ -36,7 +36,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain._base.torch_private import replace_backward_entry
+from hybridtrain._base.torch_private import leave_uncompiled, replace_backward_entry
 from hybridtrain.errors import SplitError
 from hybridtrain.head import without_lazy
 from hybridtrain.pipeline import transfer
@@ -250,7 +250,6 @@ def watch_autograd() -> None:
     function: Any = torch.autograd.Function
     apply = function.__dict__.get("apply") or function.apply
 
-    @classmethod  # type: ignore[misc]
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
         trip = here.trip
         args, kwargs = without_lazy(args), without_lazy(kwargs) if kwargs else kwargs
@@ -259,7 +258,8 @@ def watch_autograd() -> None:
                 args, kwargs = trip.cut_all(args), trip.cut_all(kwargs) if kwargs else kwargs
         return apply.__get__(None, cls)(*args, **kwargs)
 
-    function.apply = watched
+    leave_uncompiled(watched)  # Dynamo fails at the call of a class method of C
+    function.apply = classmethod(watched)
     replace_backward_entry(_before_backward, _after_backward, _explain)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.compare import assert_same, assert_same_gradients, cpu_world
-from support.hf import Texts, padded
+from support.hf import Texts, bert, causal_lm, gpt2, padded
 from support.hf import llama as small_llama
 from torch import nn
 
@@ -49,7 +49,7 @@ def linear_4bit(layer):
 def with_values(net, **settings):
     """An adapter in all linear layers, which has an effect."""
     draws = torch.Generator().manual_seed(3)
-    net = lora(net, rank=2, targets="all-linear", **settings)
+    net = lora(net, **{"rank": 2, "targets": "all-linear", **settings})
     for name, parameter in net.named_parameters():
         if "lora_" in name:
             parameter.data.normal_(0, 0.1, generator=draws)
@@ -153,6 +153,83 @@ def test_a_llama_gets_the_gradients_of_peft_with_bitsandbytes():
     assert_same({n: p.grad for n, p in ours.named_parameters() if p.grad is not None}, expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_conv1d_layers_of_gpt2_are_quantized_merged_and_loaded_as_linear_ones(kind):
+    pytest.importorskip("transformers")
+    inputs = padded([Texts()[i] for i in range(4)])
+    plain, net = gpt2(), quantize(gpt2(), kind)
+    layers = quantized_weights(net)
+    assert len(layers) == 8
+    for name, layer in layers.items():
+        by_hand = nn.Linear(layer.in_features, layer.out_features)
+        by_hand.weight.data = plain.get_parameter(name).data.t().contiguous()
+        expected = QuantizedLinear(by_hand, kind)
+        assert_same({n: getattr(layer, n) for n in layer.stored},
+                    {n: getattr(expected, n) for n in layer.stored})  # fmt: skip
+    again = quantize(gpt2(), kind)
+    again.load_state_dict({n: p + 1 for n, p in plain.state_dict().items()})
+    again.load_state_dict(plain.state_dict())
+    assert_same(again.state_dict(), net.state_dict())
+    net = with_values(net, dora=True)
+    expected = net(**inputs).logits
+    plain.load_state_dict(adapter_of(net).merged(net).state_dict())
+    # W x + B A x is summed in another order
+    torch.testing.assert_close(plain(**inputs).logits, expected)
+
+
+def test_the_share_of_the_weights_that_is_not_quantized_is_one_line(caplog):
+    pytest.importorskip("transformers")
+    caplog.set_level(logging.INFO)
+    experts = {"num_local_experts": 4, "num_hidden_layers": 2}
+    net = with_values(quantize(causal_lm("Mixtral", **experts)))
+    inputs = padded([Texts()[i] for i in range(4)])
+    HybridModel(net, cpu_world(2), chunks=2, example_inputs=inputs)
+    # of each layer 4 x 3 x 32 x 48 in experts, 3,072 in linear layers; 2 x 50 x 32 in all
+    (line,) = [text for text in caplog.messages if text.startswith("quantize=")]
+    assert "quantize=nf4: 8 layers; 87% of the bytes of the frozen weights" in line
+    assert "MixtralExperts 79%, Embedding 3%, Linear 3%" in line
+
+
+def test_the_head_is_what_a_model_of_transformers_has_outside_of_its_base():
+    pytest.importorskip("transformers")
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    roberta = RobertaForSequenceClassification(RobertaConfig(**sizes, num_attention_heads=4))
+    for net, head in (
+        (roberta, {"classifier.dense", "classifier.out_proj"}),
+        (bert(), {"classifier"}),
+    ):
+        quantize(net)
+        assert {n for n, m in net.named_modules() if type(m) is nn.Linear} == head
+    net = lora(roberta, rank=2, modules_to_save=["classifier"])
+    assert any(p.requires_grad for n, p in net.named_parameters() if "classifier.dense" in n)
+
+
+def test_a_run_in_fp16_with_a_scaler_gets_the_gradients_of_the_plain_model():
+    net = with_values(quantize(chain()))
+    model = staged(copy.deepcopy(net), precision="fp16")
+    inputs, targets = batch()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+        with torch.autocast("cpu", torch.float16):
+            loss = cross_entropy(net(x), y) / 2
+        scaler.scale(loss).backward()
+    scale = torch.amp.GradScaler("cpu", init_scale=2.0**12).scale
+    model.train_step(inputs, targets, cross_entropy, scale_loss=scale)
+    assert_same_gradients(model.net, net)
+
+
+@pytest.mark.thorough
+def test_a_compiled_model_has_quantized_layers():
+    gradients = []
+    for compiled in (False, True):
+        model = staged(with_values(quantize(chain())), compile=compiled)
+        model.train_step(*batch(), cross_entropy)
+        gradients.append({n: p.grad for n, p in model.net.named_parameters() if p.requires_grad})
+    torch.testing.assert_close(*gradients)  # a compiler may sum in another order
+
+
 def test_a_cast_of_the_model_keeps_the_scales_exact():
     layer = QuantizedLinear(nn.Linear(64, 64))
     scales = layer.absmax.clone()
@@ -168,9 +245,10 @@ def test_autocast_applies_to_quantized_layers():
         assert layer(torch.randn(2, 64)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["2"]])
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_are_those_of_the_dequantized_base_and_the_adapter(kind):
-    net = with_values(quantize(chain(), kind))
+def test_merged_weights_are_those_of_the_dequantized_base_and_the_adapter(kind, targets):
+    net = with_values(quantize(chain(), kind), targets=targets)
     inputs, _ = batch()
     expected = net(inputs)
     plain = chain()

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from support.hf import causal_lm
 from torch import nn
 
 from hybridtrain._base.hardware import Hardware
@@ -215,18 +216,11 @@ def test_code_between_layers_counts_to_the_layer_before_it_there_and_back():
     assert [cost.parameters for cost in costs] == [64, 64 + 8, 0, 64]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral"])
-@pytest.mark.quick_cases("llama")
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mistral"])
+@pytest.mark.quick_cases("Llama")
 def test_models_with_grouped_queries_and_a_mask_are_priced(name):
-    transformers = pytest.importorskip("transformers")
-    make = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    }
-    config, kind = make[name]
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    net = kind(config(vocab_size=50, num_hidden_layers=4, num_key_value_heads=2, **sizes))
+    pytest.importorskip("transformers")
+    net = causal_lm(name)
     tokens = torch.randint(50, (4, 8))
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
@@ -238,7 +232,7 @@ def test_models_with_grouped_queries_and_a_mask_are_priced(name):
     loss = LossOfStep(lambda output, _: output.loss, tokens)
     priced = find_plans(net, inputs, hardware, StepWork(4), loss=loss)
     with torch.device("meta"):
-        outline = kind(net.config)
+        outline = type(net)(net.config)
     same = find_plans(outline, inputs, hardware, StepWork(4), loss=loss)
     assert same.prices[0].step_ms == priced.prices[0].step_ms > 0
     products = sum(p.numel() for n, p in net.named_parameters() if "embed" not in n and p.dim() > 1)

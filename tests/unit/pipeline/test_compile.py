@@ -218,6 +218,34 @@ def test_the_recomputation_of_a_layer_that_begins_to_draw_draws_the_same(monkeyp
     assert_same(*found, rtol=1e-6, atol=1e-7)
 
 
+class Twice(torch.autograd.Function):
+    """Cannot be compiled in one piece with what calls it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        torch._dynamo.graph_break()
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return Twice.apply(super().forward(x))
+
+
+def test_a_layer_with_its_own_autograd_function_is_compiled_around_it(compiled_calls):
+    plain = nn.Sequential(Doubling(WIDTH, WIDTH), Doubling(WIDTH, WIDTH))
+    ours = copy.deepcopy(plain)
+    x = torch.randn(8, WIDTH)
+    hybrid(plain, chunks=CHUNKS).train_step(x, None, mean_loss)
+    hybrid(ours, chunks=CHUNKS, compile=True).train_step(x, None, mean_loss)
+    assert compiled_calls
+    assert_same(grads(ours), grads(plain), rtol=1e-6, atol=1e-7)
+
+
 def test_layers_whose_settings_stay_are_looked_at_once(compiled_calls):
     layers = net()
     runs = []

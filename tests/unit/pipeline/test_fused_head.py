@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from support.compare import hybrid
-from support.hf import VOCABULARY, llama
+from support.hf import VOCABULARY, causal_lm, gpt2, llama
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,43 +24,15 @@ def _small_chunks(monkeypatch):
     monkeypatch.setattr(chunked_loss, "CHUNK", 2**8)
 
 
-def of_config(name, **settings):
-    """A model of transformers with two layers."""
-    import transformers
-
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        use_cache=False,
-        **settings,
-    )
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+def of_two_layers(name, **settings):
+    return causal_lm(name, num_hidden_layers=2, use_cache=False, **settings)
 
 
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    settings = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False,
-        bos_token_id=1, eos_token_id=2, loss_type="ForCausalLM", **settings,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def with_lora():
+def with_lora(name, **settings):
     from peft import LoraConfig, get_peft_model
 
-    net = get_peft_model(
-        of_config("Llama"), LoraConfig(r=4, target_modules=["v_proj", "lm_head"], lora_dropout=0.0)
-    )
+    config = LoraConfig(r=4, target_modules=["v_proj", "lm_head"], lora_dropout=0.0)
+    net = get_peft_model(of_two_layers(name, **settings), config)
     for name, parameter in net.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -68,13 +40,16 @@ def with_lora():
 
 
 MODELS = {
-    "llama": lambda: of_config("Llama"),
-    "tied": lambda: of_config("Llama", tie_word_embeddings=True),
-    "soft-capped": lambda: of_config("Gemma2", head_dim=8),
-    "divided": lambda: of_config("Granite", logits_scaling=3.0),
-    "multiplied": lambda: of_config("Cohere"),
+    "llama": lambda: of_two_layers("Llama"),
+    "tied": lambda: of_two_layers("Llama", tie_word_embeddings=True),
+    "soft-capped": lambda: of_two_layers("Gemma2", head_dim=8),
+    "divided": lambda: of_two_layers("Granite", logits_scaling=3.0),
+    "multiplied": lambda: of_two_layers("Cohere"),
     "gpt2": gpt2,
-    "lora": with_lora,
+    "lora": lambda: with_lora("Llama"),
+    "soft-capped, lora": lambda: with_lora("Gemma2", head_dim=8),
+    "divided, lora": lambda: with_lora("Granite", logits_scaling=3.0),
+    "multiplied, lora": lambda: with_lora("Cohere"),
 }
 
 LAYOUTS = [
@@ -90,7 +65,21 @@ def texts():
     return {"input_ids": tokens, "labels": labels}
 
 
-def trained(make, head, **options):
+def without_targets():
+    """A batch whose second micro-batch has none."""
+    batch = texts()
+    batch["labels"][2:] = -100
+    return batch
+
+
+def of_one_target():
+    """A batch of short sequences with one target each."""
+    batch = {name: value[:, -3:].clone() for name, value in texts().items()}
+    batch["labels"][:, :2] = -100
+    return batch
+
+
+def trained(make, head, batch=texts, **options):
     """The loss and gradients of a step, and the outputs of the head."""
     torch.manual_seed(0)
     net = make()
@@ -100,7 +89,7 @@ def trained(make, head, **options):
     for linear in heads:
         if linear.out_features == VOCABULARY:
             linear.register_forward_hook(lambda module, args, output: outputs.append(output))
-    loss = model.train_step(texts(), None, model_output).loss
+    loss = model.train_step(batch(), None, model_output).loss
     gradients = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
     return {"loss": loss, **gradients}, outputs
 
@@ -116,13 +105,13 @@ def difference(ours, plain):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick_cases("llama", "soft-capped", "lora")
+@pytest.mark.quick_cases("tied", "soft-capped, lora")
 def test_a_step_without_logits_is_bitwise_the_same_in_every_layout_and_close_to_plain(name):
     plain, _ = trained(MODELS[name], "plain", nb_part=1)
     first, outputs = trained(MODELS[name], "fused", **LAYOUTS[0])
     assert difference(first, plain) < CLOSE
     # of each micro-batch and linear layer; the first step also compares the loss in evaluations
-    assert sum(output.requires_grad for output in outputs) == (4 if name == "lora" else 2)
+    assert sum(output.requires_grad for output in outputs) == (4 if "lora" in name else 2)
     for output in outputs:
         assert isinstance(output, LazyLogits)
         assert output.origin.value is None
@@ -130,6 +119,16 @@ def test_a_step_without_logits_is_bitwise_the_same_in_every_layout_and_close_to_
         ours, outputs = trained(MODELS[name], "fused", **layout)
         assert {k: torch.equal(v, first[k]) for k, v in ours.items()} == dict.fromkeys(first, True)
         assert all(output.origin.value is None for output in outputs)
+
+
+@pytest.mark.parametrize("batch", [without_targets, of_one_target])
+def test_a_batch_with_few_targets_is_the_same_in_every_layout_and_close_to_plain(batch):
+    plain, _ = trained(MODELS["llama"], "plain", batch, nb_part=1)
+    first, _ = trained(MODELS["llama"], "fused", batch, nb_part=1)
+    assert difference(first, plain) < CLOSE
+    ours, outputs = trained(MODELS["llama"], "fused", batch, nb_part=2, schedule="zb-h1")
+    assert all(map(torch.equal, ours.values(), first.values()))
+    assert all(output.origin.value is None for output in outputs)
 
 
 def test_under_autocast_a_step_without_logits_is_the_same_in_every_layout():

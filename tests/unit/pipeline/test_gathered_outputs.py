@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-import transformers
+from support.hf import VOCABULARY, causal_lm
 from support.in_stages import hybrid
 from torch import nn
 
-IDS = torch.arange(1, 71).reshape(7, 10) * 13 % 64
+IDS = torch.arange(1, 71).reshape(7, 10) * 13 % VOCABULARY
 
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -20,27 +20,15 @@ def batch():
     return {"input_ids": IDS, "attention_mask": mask, "labels": IDS}
 
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-}
 EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def mixtral(**settings) -> nn.Module:
-    config = transformers.MixtralConfig(**SIZES, **EXPERTS, **settings)
-    return transformers.MixtralForCausalLM(config)
+    return causal_lm("Mixtral", num_hidden_layers=2, use_cache=False, **EXPERTS, **settings)
 
 
 def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SIZES, output_hidden_states=True)
-    )
+    return causal_lm("Llama", num_hidden_layers=2, use_cache=False, output_hidden_states=True)
 
 
 def router_loss(output, _=None):

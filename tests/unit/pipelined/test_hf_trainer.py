@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from support.hf import Texts, bert, llama, padded, t5
+from support.hf import Texts, bert, causal_lm, llama, padded, t5
 
 from hybridtrain import pipelined
 from hybridtrain.errors import BatchError, ConfigError
@@ -62,9 +62,13 @@ def run(folder, model, wrap, kind=None, classes=None, resume=None, before=None, 
     return log, dict(model.state_dict())
 
 
-def assert_alike(tmp_path, make, close=CLOSE, **options):
+def fused(model):
+    return pipelined(model, devices=["cpu:0", "cpu:1"], chunks=3, head="fused")
+
+
+def assert_alike(tmp_path, make, close=CLOSE, wrap=piped, **options):
     plain = run(tmp_path / "plain", make(), lambda model: model, **options)
-    pipe = run(tmp_path / "pipe", make(), piped, **options)
+    pipe = run(tmp_path / "pipe", make(), wrap, **options)
     assert any(plain[0])
     torch.testing.assert_close(pipe, plain, **close)
 
@@ -74,6 +78,25 @@ def accuracy(prediction):
     logits = logits[0] if isinstance(logits, tuple) else logits
     right = torch.as_tensor(logits).argmax(-1) == torch.as_tensor(prediction.label_ids)
     return {"accuracy": float(right.double().mean())}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compute_metrics": accuracy},
+        {"label_smoothing_factor": 0.1},
+        {"prediction_loss_only": True},
+    ],
+    ids=["metrics", "smoothing", "loss"],
+)
+@pytest.mark.quick_cases("metrics")
+def test_a_loss_without_logits(options, tmp_path):
+    assert_alike(tmp_path, llama, wrap=fused, **options)
+
+
+@pytest.mark.thorough
+def test_a_loss_without_logits_in_half_precision(tmp_path):
+    assert_alike(tmp_path, llama, CLOSE_IN_HALF, wrap=fused, bf16=True)
 
 
 def test_a_causal_language_model(tmp_path):
@@ -324,16 +347,6 @@ def test_a_model_of_images_and_text_without_its_output_for_each_image():
 
 
 def test_a_second_loss_of_a_router_is_refused():
-    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    net = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=50,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            output_router_logits=True,
-            **config,
-        )
-    )
+    net = causal_lm("Mixtral", num_hidden_layers=2, num_local_experts=4, output_router_logits=True)
     with pytest.raises(BatchError, match="a router"):
         piped(net)(**padded([Texts()[i] for i in range(6)]))

@@ -190,16 +190,12 @@ def test_an_unknown_setting():
         pipe(scedule="1f1b")
 
 
-def test_unpipelined_gives_the_plain_model_back():
-    model, x = pipe(), torch.randn(8, 6)
+@pytest.mark.parametrize("head", ["plain", "fused"])
+def test_unpipelined_gives_the_plain_model_back(head):
+    model, x = pipe(head=head), torch.randn(8, 6)
     model(x).sum().backward()
     unpipelined(model)
     assert type(model) is nn.Sequential
     # the graph of a plain model leads to its parameters
     assert torch.autograd.grad(model(x).sum(), model[0].weight)[0].any()
     assert not any(module.__dict__.get("_compiled_call_impl") for module in model.modules())
-
-
-def test_a_loss_without_the_logits_that_it_returns():
-    with pytest.raises(ConfigError, match="leave head= out"):
-        pipe(head="fused")

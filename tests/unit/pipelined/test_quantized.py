@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from hybridtrain import HybridModel, pipelined
 from hybridtrain.checkpoint import CheckpointStore, save_checkpoint
 from hybridtrain.errors import CheckpointError, ConfigError
+from hybridtrain.loss import model_output
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -157,6 +158,37 @@ def test_layers_of_bitsandbytes_train_on_after_an_evaluation():
     with torch.no_grad():
         model(**padded([Texts()[i] for i in range(6)]), use_cache=False)
     torch.testing.assert_close(gradients(model.train()), expected)
+
+
+@pytest.mark.parametrize("way", ["pipelined", "HybridModel"])
+@pytest.mark.quick_cases("HybridModel")
+def test_a_model_that_was_loaded_in_4_bits_trains_an_adapter_in_stages(way, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")  # transformers needs it
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    llama().save_pretrained(tmp_path)
+    in_4_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+
+    def loaded():
+        net = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=in_4_bits, dtype=torch.float32
+        )
+        torch.manual_seed(1)
+        settings = {"target_modules": "all-linear", "init_lora_weights": False}
+        return peft.get_peft_model(net, peft.LoraConfig(r=4, **settings)).train()
+
+    expected = gradients(loaded())
+    if way == "pipelined":
+        ours = gradients(pipelined(loaded(), nb_part=2, chunks=3))
+    else:
+        inputs = padded([Texts()[i] for i in range(6)])
+        model = HybridModel(loaded(), cpu_world(2), chunks=3, example_inputs=inputs)
+        model.train_step(inputs, None, model_output)
+        ours = {name: p.grad for name, p in model.net.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(ours, expected)
 
 
 def test_layers_of_bitsandbytes_that_were_repacked_before_are_refused():
