@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import hybridtrain
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain._base.precision import AUTOCAST
 from hybridtrain.checkpoint import CheckpointStore
@@ -35,7 +33,7 @@ from hybridtrain.models.gpt import gpt
 from hybridtrain.options import PipelineOptions
 from hybridtrain.pipeline.point_to_point import begin_receive, begin_send, wait
 from scripts.bench.common import print_table
-from scripts.gpu_check import COLUMNS, Size
+from scripts.gpu_check import COLUMNS, Size, facts_of
 
 # Each schedule with its stages per device.
 SCHEDULES = (
@@ -336,17 +334,13 @@ def main() -> int:
         if table["rows"]:  # rank 0
             write()
         return 0
-    gpus = "no GPU"
-    if options.device == "cuda":
-        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     write()  # no rows of an earlier run
     share = 1.0 if options.small else 0.6  # of the time, for the checks
     until = time.time() + share * options.seconds
     done = subprocess.run(launch(options, f"--until={until}", f"--json={options.json.resolve()}"))
     table |= json.loads(options.json.read_text(encoding="utf-8"))
     table |= {
-        **{"date": f"{date.today()}", "version": hybridtrain.__version__, "gpus": gpus},
-        **{"torch": torch.__version__, "cuda": torch.version.cuda},
+        **facts_of(options.device),
         "note": f"{options.processes} ranks.",
         "not_shown": ["speed, where ranks share a GPU"],
     }
@@ -355,7 +349,7 @@ def main() -> int:
     for kind in () if options.small else FAULTS:
         add(fault_row(options, kind))
     write()
-    print(f"\n{options.processes} ranks, {gpus}, torch {torch.__version__}\n")
+    print(f"\n{options.processes} ranks, {table['gpus']}, torch {torch.__version__}\n")
     print_table(COLUMNS, [list(row.values()) for row in table["rows"]])
     print("FAILED" if table["failed"] else "exact")
     return int(table["failed"])
