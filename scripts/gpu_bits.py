@@ -1,9 +1,10 @@
 """The same bits on any number of processes, and what they cost.
 
-Run it by `scripts/gpu_check.sh --bits`. It trains a GPT of 354M parameters in bf16 with dropout, with `replicas=4` on 1, 2 and 4 processes,
-which share the GPU over NCCL, and compares a digest of weights, optimizer state and losses. The
-cost is the step of one process with `replicas=4` compared with one by default, which chooses its
-kernels freely. More processes on one GPU show nothing about speed.
+Run it by `scripts/gpu_check.sh --bits`. It trains a GPT of 354M parameters in bf16 with dropout,
+with `replicas=4` on 1, 2 and 4 processes, which share the GPU over NCCL, and compares a digest of
+weights, optimizer state and losses. The cost is the step of one process with `replicas=4` compared
+with one by default, which chooses its kernels freely. More processes on one GPU show nothing about
+speed.
 """
 
 from __future__ import annotations

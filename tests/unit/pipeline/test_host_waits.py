@@ -16,7 +16,7 @@ SETTINGS = [
     ("linear", {"schedule": "1f1b", "stages_per_device": 2, "recompute": {"every": 2}}),
     ("tied_gpt", {"schedule": "1f1b", "recompute": "always"}),
     ("conv", {"schedule": "zb-v", "stages_per_device": 2, "batch_norm": "deferred"}),
-    ("linear", {"schedule": "gpipe", "precision": "bf16"}),
+    ("inplace", {"schedule": "gpipe"}),
     ("stateful", {"schedule": "zb-h1"}),
 ]
 
