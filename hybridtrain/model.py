@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridtrain._base import codec
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.adapter import BaseWeights
+from hybridtrain._base.attention import check_attention
 from hybridtrain._base.microbatch import (
     Microbatch,
     MicrobatchCut,
@@ -34,7 +35,7 @@ from hybridtrain._base.microbatch import (
     merge,
     split,
 )
-from hybridtrain._base.precision import autocast
+from hybridtrain._base.precision import AUTOCAST, forward_context
 from hybridtrain._base.repacked_weights import keep_weights_for_training
 from hybridtrain._base.shares import MicrobatchPlace, Shares
 from hybridtrain._base.torch_private import without_torch_function
@@ -450,6 +451,9 @@ class HybridModel:
             shard = setting("shard", options.shard)
             log.info("%s has no effect with a single replica", shard)
         self._device_type = world.devices[0].type
+        types = (p.dtype for p in net.parameters() if p.is_floating_point())
+        dtype = AUTOCAST[options.precision] or next(types, torch.float32)
+        check_attention(options.attention, world.devices, dtype)
 
     @torch.inference_mode(False)
     def split_for(self, inputs: Any) -> None:
@@ -896,8 +900,12 @@ class HybridModel:
         return self._checks.without_forward_check()
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the autocast context for `precision`; fp32 keeps the caller's autocast."""
-        return autocast(self.options.precision, self._device_type)
+        """Returns the context of a forward: autocast, and the kernel of `attention`.
+
+        `precision="fp32"` keeps the caller's autocast, and `attention="auto"` its kernels.
+        """
+        options = self.options
+        return forward_context(options.precision, options.attention, self._device_type)
 
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""

@@ -37,6 +37,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 BATCH_NORM_MODES = ("micro_batch", "deferred")
 SHARD_MODES = ("none", "optimizer")
 HEADS = ("auto", "fused", "plain")
+ATTENTION_KERNELS = ("auto", "math", "efficient", "flash", "cudnn")
 AUTO = "auto"
 OFFLOAD_MODES = ("none", "inputs", "all")
 RECOMPUTE_MODES = ("never", "except_last", "always")
@@ -118,6 +119,10 @@ class PipelineOptions:
     """Normalize over the micro-batches of all replicas (GPUs only, as in PyTorch)."""
     precision: str = "fp32"
     """`fp32`, or `bf16` or `fp16` for autocast. With fp16, pass `scale_loss` to `train_step`."""
+    attention: str = "auto"
+    """The kernel of `scaled_dot_product_attention`: `math`, `efficient`, `flash` or `cudnn`;
+    `auto`: PyTorch chooses one for each call. They round differently; a kernel that the device or
+    the inputs do not allow is an error."""
     head: str = "auto"
     """The cross-entropy after a last `nn.Linear`: `fused` computes it in chunks, without the logits
     and their gradient in memory, and differs from PyTorch by the rounding of float32; `plain` as
@@ -169,6 +174,7 @@ class PipelineOptions:
             check_choice("schedule", self.schedule, schedule_names())
         check_choice("batch_norm", self.batch_norm, BATCH_NORM_MODES)
         check_choice("precision", self.precision, PRECISIONS)
+        check_choice("attention", self.attention, ATTENTION_KERNELS)
         check_choice("shard", self.shard, SHARD_MODES)
         check_choice("offload", self.offload, OFFLOAD_MODES)
         check_choice("head", self.head, HEADS)

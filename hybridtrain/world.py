@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -110,6 +110,8 @@ class World:
         share_gpus: whether several ranks may use one GPU over NCCL; see `from_env`.
         pipeline_group: the processes of this replica, in pipeline order; None for a single process.
         pipeline_object_group: the same processes, in a group with a long timeout.
+        edge_groups: with NCCL, the groups of two neighboring processes of a pipeline, by the
+            `pipeline_rank` of the sender and of the receiver; see `edges_of`.
         watchdog: ends a run that has failed or stalled; see `from_env`.
         unused_gpus: with `devices="auto"` on the CPU of a machine with GPUs, why they are not used,
             and how to use them; otherwise None.
@@ -132,6 +134,9 @@ class World:
     share_gpus: bool = False
     pipeline_group: dist.ProcessGroup | None = field(default=None, repr=False)
     pipeline_object_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    edge_groups: Mapping[tuple[int, int], dist.ProcessGroup] = field(
+        default_factory=dict, repr=False
+    )
     watchdog: Watchdog | None = field(default=None, repr=False)
     unused_gpus: str | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
@@ -332,6 +337,7 @@ class World:
             if uses_nccl:
                 # all processes must join its first collective, and a step starts with pairs
                 self._connect(self.pipeline_group, self.devices)
+                self.edge_groups = self._connected_edges(self.backend)
         return self
 
     def _share_or_refuse(self, gpus: Sequence[Sequence[str]]) -> None:
@@ -365,6 +371,30 @@ class World:
         """Makes NCCL create a group's communicators, which it does in the first collective."""
         for device in devices:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def _connected_edges(self, backend: str) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """Creates the groups of the edges of all replicas (a collective call), and connects them.
+
+        A message in the middle of a step would otherwise create the communicator, and wait for a
+        process that is still busy.
+
+        Returns:
+            the groups of this process, by the places of the sender and of the receiver.
+        """
+        here, timeout = self.pipeline_rank, timedelta(seconds=self.timeout_s)
+        groups = {}
+        for replica in range(self.data_parallel_size):
+            for edge in edges_of(self.processes_per_replica):
+                group = _new_group(backend, timeout, [self.rank_of(replica, at) for at in edge])
+                if replica == self.data_parallel_rank and here in edge:
+                    groups[edge] = group
+        for (sender, receiver), group in groups.items():
+            operation, peer = (dist.isend, receiver) if here == sender else (dist.irecv, sender)
+            signal = torch.zeros(1, device=self.wire_device)
+            message = dist.P2POp(operation, signal, group=group, group_peer=int(peer > here))
+            for work in dist.batch_isend_irecv([message]):
+                work.wait()
+        return groups
 
     def _new_pipeline_group(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
         """Creates the groups of all replicas (a collective call) and returns this replica's."""
@@ -671,6 +701,7 @@ class World:
             # drop the last references to the groups
             self._object_group = self._saving_group = self._wait_for_save = None
             self.pipeline_group = self.pipeline_object_group = None
+            self.edge_groups = {}
 
     def _check_open(self) -> None:
         if self._closed:
@@ -687,6 +718,18 @@ class World:
             "a World holds this process's process groups and cannot be pickled: call "
             "World.from_env() in the other process"
         )
+
+
+def edges_of(processes: int) -> list[tuple[int, int]]:
+    """Returns sender and receiver of each direction of each edge between neighboring processes.
+
+    The last and the first process are neighbors too: interleaved schedules and tied embeddings
+    connect them. So no process has more than four, however many stages it has. The order lets
+    edges without a common process connect at the same time: 0-1, 2-3, ..., then 1-2, 3-4, ...
+    """
+    pairs = {tuple(sorted((place, (place + 1) % processes))) for place in range(processes)}
+    ordered = sorted(pairs, key=lambda pair: (pair[0] % 2, pair))
+    return [edge for low, high in ordered for edge in ((low, high), (high, low))]
 
 
 def check_logical_replicas(replicas: int | None, copies: int) -> None:

@@ -67,6 +67,17 @@ def not_shown(gpus: int) -> list[str]:
     return what
 
 
+def facts_of(device: str) -> dict[str, Any]:
+    """Returns what a table says about where it was made."""
+    gpus = "no GPU"
+    if device == "cuda":
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return {
+        **{"date": f"{date.today()}", "version": hybridtrain.__version__, "gpus": gpus},
+        **{"torch": torch.__version__, "cuda": torch.version.cuda},
+    }
+
+
 @dataclass
 class Check:
     """What all parts share.
@@ -437,14 +448,11 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU; --device cpu --small tries the script without")
     start = time.monotonic()
-    count, gpus = 0, "no GPU"
-    if options.device == "cuda":
-        count = torch.cuda.device_count()
-        gpus = f"{count} x {torch.cuda.get_device_name(0)}"
-    else:
+    count = torch.cuda.device_count() if options.device == "cuda" else 0
+    if not count:
         torch.set_num_threads(1)
-    facts: dict[str, Any] = {"date": f"{date.today()}", "version": hybridtrain.__version__}
-    facts |= {"gpus": gpus, "torch": torch.__version__, "cuda": torch.version.cuda}
+    facts = facts_of(options.device)
+    gpus = facts["gpus"]
     facts |= {"not_shown": not_shown(count)}
     check = Check(options.device, options.small, start + options.seconds, options.seconds)
     check.file, check.facts = options.json, facts

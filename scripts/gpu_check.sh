@@ -7,7 +7,9 @@
 #   scripts/gpu_check.sh --quick               3 minutes: less of the exactness matrix
 #   scripts/gpu_check.sh --processes 4         a process for each of 4 ranks, which share GPUs over NCCL
 #                                              if there are fewer (world.share_gpus); also with --quick
-#   scripts/gpu_check.sh --device cpu --small  to try the script itself; also with --processes
+#   scripts/gpu_check.sh --bits                the same bits with world.replicas=4 on 1, 2 and 4 processes,
+#                                              and what they cost; writes gpu_bits.json
+#   scripts/gpu_check.sh --device cpu --small  to try the script itself; also with --processes, --bits
 #   scripts/gpu_check.sh --json FILE           another file than gpu_check.json; scripts/gpu_page.py
 #                                              writes such files into docs/benchmarks.md
 set -euo pipefail
@@ -16,12 +18,13 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # cuBLAS repeats its results with a fixed workspace only
 export CUBLAS_WORKSPACE_CONFIG="${CUBLAS_WORKSPACE_CONFIG:-:4096:8}"
-processes="" seconds=450 limit_s=480
+processes="" bits="" seconds=450 limit_s=480
 arguments=()
 while [ $# -gt 0 ]; do
     case $1 in
     --processes) processes=${2:?how many processes?} && shift ;;
     --processes=*) processes=${1#*=} ;;
+    --bits) bits=1 ;;
     --quick) seconds=165 limit_s=180 ;;
     *) arguments+=("$1") ;;
     esac
@@ -39,6 +42,7 @@ if sys.version_info < (3, 11):
 import tomllib
 
 try:
+    import scripts.gpu_bits
     import scripts.gpu_check
     import scripts.gpu_processes
 except ModuleNotFoundError as error:
@@ -60,6 +64,9 @@ if problems:
 END
 # a check that hangs outside of Python does not hear the first signal; the rows are in the file
 limit=(timeout --signal=INT --kill-after=20 "$limit_s")
+if [ -n "$bits" ]; then
+    exec "${limit[@]}" "$python" "$root/scripts/gpu_bits.py" "${arguments[@]}"
+fi
 if [ -z "$processes" ]; then
     exec "${limit[@]}" "$python" "$root/scripts/gpu_check.py" --seconds "$seconds" "${arguments[@]}"
 fi

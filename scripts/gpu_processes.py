@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import hybridtrain
 from hybridtrain import HybridModel, Trainer, World
 from hybridtrain._base.precision import AUTOCAST
 from hybridtrain.checkpoint import CheckpointStore
@@ -32,8 +31,9 @@ from hybridtrain.data import TrainLoader
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models.gpt import gpt
 from hybridtrain.options import PipelineOptions
+from hybridtrain.pipeline.point_to_point import begin_receive, begin_send, wait
 from scripts.bench.common import print_table
-from scripts.gpu_check import COLUMNS, Size
+from scripts.gpu_check import COLUMNS, Size, facts_of
 
 # Each schedule with its stages per device.
 SCHEDULES = (
@@ -136,6 +136,45 @@ def pipelines(world: World) -> Iterator[Row]:
         yield verdict(f"pipeline of {world.size}", setting, most, "the unsplit model")
 
 
+def late_peer(world: World) -> Iterator[Row]:
+    """Lets rank 2 come late to a message of rank 1, which receives one of rank 0 meanwhile."""
+    if world.size < 3:
+        return
+    sent, received = (torch.zeros(2**20, device=world.wire_device) for _ in range(2))
+    waited = 0.0
+    world.gather(None)  # all are here
+    began = time.monotonic()
+    if world.rank == 0:
+        wait(begin_send([sent], world, 1))
+    elif world.rank == 1:
+        sending = begin_send([sent], world, 2)
+        wait(begin_receive([received], world, 0))
+        if received.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        waited = time.monotonic() - began
+        wait(sending)
+    elif world.rank == 2:
+        time.sleep(_LATE_S)
+        wait(begin_receive([received], world, 1))
+    waited = world.gather(waited)[1]
+    verdict = "ok" if waited < _LATE_S / 2 else "FAILED"
+    setting = f"rank 2, by {_LATE_S:.0f} s"
+    yield "a late peer", setting, f"the other edge took {waited * 1e3:.0f} ms", "", verdict
+
+
+def communicators(world: World) -> Iterator[Row]:
+    """Measures the GPU memory of the communicators of a pipeline, by creating another set."""
+    if world.backend != "nccl" or world.size == 1:
+        return
+    world.gather(None)  # ranks may share a GPU
+    before, _ = torch.cuda.mem_get_info()
+    world.divided(world.nb_part)
+    world.gather(None)
+    taken = max(world.gather((before - torch.cuda.mem_get_info()[0]) / 2**20))
+    result = f"{taken:.0f} MiB on a GPU, for all of its ranks"
+    yield "communicators", f"{2 + len(world.edge_groups)} per rank", result, "", "ok"
+
+
 def trained(world: World, size: Size, folder: Path | None = None, steps: int = _STEPS) -> Trainer:
     """Returns a Trainer that has trained a GPT, from the newest checkpoint in `folder` on."""
     ids = tokens(size)
@@ -206,10 +245,15 @@ def checks(device: str, until: float, add: Callable[[Row], None]) -> list[str]:
     left_out = []
     with tempfile.TemporaryDirectory() as own:
         shared = Path(world.broadcast(own))
-        parts = [("pipelines", lambda: pipelines(world))]
+        parts = [
+            (part.__name__.replace("_", " "), partial(part, world))
+            for part in (pipelines, late_peer, communicators)
+        ]
         for number, settings in enumerate(shapes(ranks)):
 
-            def of_shape(number: int = number, settings: dict[str, Any] = settings) -> Any:
+            def of_shape(
+                number: int = number, settings: dict[str, Any] = settings
+            ) -> Iterator[Row]:
                 return replicas(join(device, **settings), shared / str(number))
 
             parts.append((f"replicas, {settings}", of_shape))
@@ -290,17 +334,13 @@ def main() -> int:
         if table["rows"]:  # rank 0
             write()
         return 0
-    gpus = "no GPU"
-    if options.device == "cuda":
-        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     write()  # no rows of an earlier run
     share = 1.0 if options.small else 0.6  # of the time, for the checks
     until = time.time() + share * options.seconds
     done = subprocess.run(launch(options, f"--until={until}", f"--json={options.json.resolve()}"))
     table |= json.loads(options.json.read_text(encoding="utf-8"))
     table |= {
-        **{"date": f"{date.today()}", "version": hybridtrain.__version__, "gpus": gpus},
-        **{"torch": torch.__version__, "cuda": torch.version.cuda},
+        **facts_of(options.device),
         "note": f"{options.processes} ranks.",
         "not_shown": ["speed, where ranks share a GPU"],
     }
@@ -309,7 +349,7 @@ def main() -> int:
     for kind in () if options.small else FAULTS:
         add(fault_row(options, kind))
     write()
-    print(f"\n{options.processes} ranks, {gpus}, torch {torch.__version__}\n")
+    print(f"\n{options.processes} ranks, {table['gpus']}, torch {torch.__version__}\n")
     print_table(COLUMNS, [list(row.values()) for row in table["rows"]])
     print("FAILED" if table["failed"] else "exact")
     return int(table["failed"])

@@ -2,6 +2,7 @@
 
 accelerator      streams, events and memory of a device: CUDA, or none
 adapter          trained tensors in a model with frozen weights from another source
+attention        the kernel of `scaled_dot_product_attention`
 codec            a closed binary format for values exchanged between processes
 construction     constructs a model without values, or a part of a model
 contents         the contents of mutable objects, to restore them in place

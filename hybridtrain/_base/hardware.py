@@ -85,6 +85,9 @@ class Hardware:
     """The host time per operator of a backward, in seconds; null: as `operator_s`."""
     action_s: float = 1e-4
     """The host time per action of the schedule in seconds, without its operators."""
+    microbatch_s: float = 0.0
+    """The host time per micro-batch and process in seconds, without its actions and operators: the
+    start of a forward, and of a backward from the loss."""
     message_s: float = 1e-4
     """The host time to send or receive a message to or from another process, in seconds."""
 

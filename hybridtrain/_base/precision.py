@@ -13,11 +13,29 @@ from typing import NamedTuple
 
 import torch
 
+from hybridtrain._base.attention import AUTO, attention_kernel
+
 AUTOCAST: dict[str, torch.dtype | None] = {
     "fp32": None,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+def forward_context(
+    precision: str, attention: str, device_type: str
+) -> AbstractContextManager[object]:
+    """Returns the context of a forward: autocast, and the kernel of attention."""
+    cast = autocast(precision, device_type)
+    return cast if attention == AUTO else _both(cast, attention_kernel(attention))
+
+
+@contextmanager
+def _both(
+    one: AbstractContextManager[object], other: AbstractContextManager[object]
+) -> Iterator[None]:
+    with one, other:
+        yield
 
 
 def autocast(precision: str, device_type: str) -> AbstractContextManager[object]:

@@ -81,7 +81,7 @@ _OF_RUNS = ("--multirun", "--quiet", *_COMMON)
 _OVERRIDES = "[key=value ...]"
 _ON_A_RUN = "run_name=NAME [key=value ...]"
 _AUTO = ("hardware",)  # the machine for which `auto` chooses values
-_NUMERICS = ("deterministic", "tf32", "precision", "compile")
+_NUMERICS = ("deterministic", "tf32", "precision", "attention", "compile")
 _OF_A_FORWARD = (
     *("model", "data", "pipeline", "world", "seed"),
     *(f"trainer.{name}" for name in _NUMERICS),

@@ -19,7 +19,7 @@ from torch import nn
 
 from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
-from hybridtrain._base.precision import autocast
+from hybridtrain._base.precision import autocast, forward_context
 from hybridtrain.errors import ConfigError, SplitError, did_you_mean, setting
 from hybridtrain.graph import (
     Chain,
@@ -439,7 +439,9 @@ class Planner:
                 layers,
                 self._microbatch,
                 devices,
-                precision=partial(autocast, precision, devices[0].type),
+                precision=partial(
+                    forward_context, precision, self._options.attention, devices[0].type
+                ),
                 optimizer_tensors_per_param=tensors,
             )
             times_matter = goal.memory_weight < 1

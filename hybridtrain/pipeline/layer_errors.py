@@ -37,6 +37,11 @@ def error_hints() -> dict[str, str]:
             "all tensors of a batch are moved to the first stage's device: pass lengths.cpu() to "
             "pack_padded_sequence"
         ),
+        **dict.fromkeys(
+            ["No available kernel", "No viable backend for scaled_dot_product_attention"],
+            f"{argument('attention')} allows one kernel, which these inputs do not suit (type, "
+            f"mask, dropout, size of a head): set {setting('attention', 'auto')}",
+        ),
         "does not have a deterministic implementation": (
             f"{argument('deterministic')}, and {argument('replicas')} on GPUs, allow deterministic "
             "algorithms only, so that results can be repeated bitwise: replace the operation, "

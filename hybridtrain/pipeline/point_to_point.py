@@ -1,11 +1,21 @@
 """Sends and receives of tensors between two processes of a pipeline.
 
-Tensors on GPUs are sent through NCCL in batches. A batch uses the communicator of the pipeline's
-group, which exists from the start of a run. For a single send or receive, NCCL would create another
-communicator for the two processes in the middle of the first step. Gloo sends tensors in CPU
-memory. Each large tensor is a message; the small tensors of a call are one message together,
-because a message takes longer than copying them. These messages call the group directly: the checks
-and lookups of `dist.isend` take up to half as long as the send itself.
+Tensors on GPUs are sent through NCCL, which runs the operations of a communicator one after
+another: a send waits for its receive, and everything behind it waits too. So each direction of an
+edge has its own communicator (`World.edge_groups`), and a late process delays only its own
+messages. Processes that are not neighbors, such as some with tied parameters, use that of the
+pipeline's group. Any division over communicators is safe, because all processes issue their
+messages in one order. All of them exist from the start of a run, and messages are batches: for a
+single send or receive, NCCL could create another communicator in the middle of the first step.
+
+    process 0          process 1          process 2
+        | ---- (0, 1) ---> | ---- (1, 2) ---> |        forwards
+        | <--- (1, 0) ---- | <--- (2, 1) ---- |        backwards
+
+Gloo, which has separate queues for each pair and direction anyway, sends tensors in CPU memory
+through the pipeline's group. Each large tensor is a message; the small tensors of a call are one
+message together, because a message takes longer than copying them. These messages call the group
+directly: the checks and lookups of `dist.isend` take up to half as long as the send itself.
 """
 
 from __future__ import annotations
@@ -45,7 +55,7 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0)
     """
     on_gpu, large, small = _divided(tensors)
     group = _group(world)
-    pending = _batch(dist.isend, on_gpu, group, peer)
+    pending = _batch(dist.isend, on_gpu, world, peer)
     pending += [group.send([tensor], peer, tag) for tensor in large]
     if small:
         joined = torch.cat(list(map(_bytes_of, small)))
@@ -59,7 +69,7 @@ def begin_receive(
     """Starts receiving into `tensors`; see `begin_send`."""
     on_gpu, large, small = _divided(tensors)
     group = _group(world)
-    pending = _batch(dist.irecv, on_gpu, group, peer)
+    pending = _batch(dist.irecv, on_gpu, world, peer)
     pending += [group.recv([tensor], peer, tag) for tensor in large]
     if small:
         joined = torch.empty(sum(map(byte_size, small)), dtype=torch.uint8)
@@ -126,11 +136,15 @@ def _divided(
     return (on_gpu, large, small) if len(small) > 1 else (on_gpu, large + small, [])
 
 
-def _batch(
-    operation: Any, tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int
-) -> list[Any]:
+def _batch(operation: Any, tensors: Sequence[Tensor], world: World, peer: int) -> list[Any]:
     if not tensors:
         return []
+    here = world.pipeline_rank
+    group = world.edge_groups.get((here, peer) if operation is dist.isend else (peer, here))
+    if group is None:
+        group = _group(world)
+    else:
+        peer = int(peer > here)  # the index in a group of two
     return dist.batch_isend_irecv(
         [dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor in tensors]
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.partitioning import CostTable
 from hybridtrain.price.layout import ParallelLayout, StepWork
-from hybridtrain.price.stage_needs import StageTimes, action_ms, most_in_flight
+from hybridtrain.price.stage_needs import StageTimes, action_ms, microbatch_ms, most_in_flight
 
 
 def least_step_ms(
@@ -108,7 +108,8 @@ def least_step_ms_of_any_cut(
         busy = max(busy, _least_with_idle_time(of_speed, layout.nb_part, layout.chunks))
     actions = [2 * action_ms(hardware, layout, stage) for stage in range(layout.stages)]
     processes = layout.nb_part if layout.engine == "distributed" else 1
-    host = (layers.host_ms + sum(actions)) * layout.chunks / processes
+    begins = [microbatch_ms(hardware, layout, stage) for stage in range(layout.stages)]
+    host = (layers.host_ms + sum(actions) + sum(begins)) * layout.chunks / processes
     load = work.data_ms_per_sample * work.samples / layout.replicas
     return max(busy, host, load) * work.accumulate
 

@@ -129,8 +129,14 @@ class ParallelLayout:
 
     @property
     def communicators(self) -> int:
-        """Communicators that a device joins: world, pipeline, and the replicas of each stage."""
-        of_pipeline = self.engine == "distributed" and self.nb_part > 1
+        """Communicators that a device joins at most.
+
+        Those of the world, of the pipeline and of each direction of its two edges, and of the
+        replicas of each stage.
+        """
+        of_pipeline = 0
+        if self.engine == "distributed" and self.nb_part > 1:
+            of_pipeline = 1 + min(4, 2 * (self.nb_part - 1))
         if self.replicas == 1 and not of_pipeline:
             return 0  # a single process
         return 1 + of_pipeline + self.stages_per_device * (self.replicas > 1)

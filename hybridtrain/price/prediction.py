@@ -138,6 +138,8 @@ def why_not_priced(options: PipelineOptions) -> str | None:
     """Returns which of `options` a price does not cover, as text; None: it covers all."""
     if options.compile:
         return f"{setting('compile', True)} is not priced"
+    if options.attention == "math":  # it saves a matrix for each head, which fused kernels do not
+        return f"{setting('attention', 'math')} is not priced"
     if options.max_inflight is not None:
         return f"{setting('max_inflight', options.max_inflight)} is not priced"
     return None

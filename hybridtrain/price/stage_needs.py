@@ -382,9 +382,10 @@ def _stage_ms(
     forward_compute, backward_compute = costs.forward_ms / speed, costs.backward_ms / speed
     forward_calls, backward_calls = costs.forward_calls_ms, costs.backward_calls_ms
     action = action_ms(hardware, layout, stage)
+    begin = microbatch_ms(hardware, layout, stage)
     # a GPU computes while the host launches; a CPU does not
-    synchronous = action if hardware.device == "cpu" else 0.0
-    forward = max(forward_compute + synchronous, forward_calls + action)
+    synchronous, synchronous_begin = (action, begin) if hardware.device == "cpu" else (0.0, 0.0)
+    forward = max(forward_compute + synchronous + synchronous_begin, forward_calls + action + begin)
     backward = max(
         backward_compute + recomputed * forward_compute + synchronous,
         backward_calls + action + recomputed * forward_calls,
@@ -404,12 +405,15 @@ def _stage_ms(
     weight = share * split_backward if layout.splits_backwards else 0.0
     # layers that recompute one by one do so in every backward
     others_ms = costs.forward_ms - costs.recomputed_ms
-    host = (1 + recomputed) * forward_calls + backward_calls + 2 * action
+    host = (1 + recomputed) * forward_calls + backward_calls + 2 * action + begin
     return {
         "forward": forward,
         "backward": backward,
         "in_parts": split_backward,
-        "device": (1 + recomputed) * forward_compute + backward_compute + 2 * synchronous,
+        "device": (1 + recomputed) * forward_compute
+        + backward_compute
+        + 2 * synchronous
+        + synchronous_begin,
         "weight": weight,
         "host": host,
         "host_in_parts": split_extra,
@@ -445,6 +449,17 @@ def action_ms(hardware: Hardware, layout: ParallelLayout, stage: int) -> float:
     if layout.engine != "distributed" or layout.nb_part == 1:
         messages = 0
     return (hardware.action_s + messages * hardware.message_s) * 1e3
+
+
+def microbatch_ms(hardware: Hardware, layout: ParallelLayout, stage: int) -> float:
+    """Returns the host milliseconds of a micro-batch besides its actions.
+
+    They count once per process, in its first stage.
+    """
+    is_first = stage == 0
+    if layout.engine == "distributed":
+        is_first = layout.devices[stage] not in layout.devices[:stage]
+    return hardware.microbatch_s * 1e3 * is_first
 
 
 def _transfer_ms(hardware: Hardware, layout: ParallelLayout, border: int, nbytes: float) -> float:

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.intra_op_threads import intra_op_threads, threads_per_lane
 from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes, split
-from hybridtrain._base.precision import autocast
+from hybridtrain._base.precision import forward_context
 from hybridtrain._base.tensors import bytes_of_module
 from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
@@ -477,7 +477,8 @@ class _Run:
             yield
 
     def _autocast(self) -> Any:
-        return autocast(self._options.precision, self._device.type)
+        options = self._options
+        return forward_context(options.precision, options.attention, self._device.type)
 
 
 def _with_modules(

@@ -92,6 +92,8 @@ def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):
     ("settings", "told"),
     [
         ({"compile": True}, "compile=True"),
+        ({"attention": "math"}, "attention=math"),
+        ({"attention": "flash"}, None),
         ({"max_inflight": 2}, "max_inflight=2"),
         ({"recompute": {"every": 2}}, None),
         ({"recompute": "always"}, None),

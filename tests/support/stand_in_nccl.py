@@ -1,13 +1,14 @@
 """Messages between stand-in GPUs, each with a thread in place of a process.
 
-As ProcessGroupNCCL, a device has one stream for its messages. A message first makes that stream
-wait for the current one, and its `wait` makes the current stream wait for the message. A send and
-its receive meet, and neither goes on without the other. Tensors in CPU memory go as gloo's do.
+As ProcessGroupNCCL, a device has one stream for the messages of each group. A message first makes
+that stream wait for the current one, and its `wait` makes the current stream wait for the message.
+A send and its receive meet, and neither goes on without the other. Tensors in CPU memory go as
+gloo's do.
 
     current stream      F0 | F1       |<- wait
     messages' stream       |<- begins    receive F2 ... meets the send
 
-What it cannot show: communicators, and kernels that wait for room on the device.
+What it cannot show: how communicators are created, and kernels that wait for room on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Planner
 from hybridtrain.pipeline import HeadOutput, Pipeline
 from hybridtrain.schedule import make_schedule
+from hybridtrain.world import edges_of
 from support.stand_in_gpus import PATIENCE_S, DeviceTensor, StandInGPUs, Stream, real_memory
+
+Places = tuple[int, ...]
 
 
 class Operation(NamedTuple):
@@ -41,7 +45,7 @@ class Operation(NamedTuple):
 
     kind: Any
     tensor: DeviceTensor
-    group: object
+    group: Group
     group_peer: int
 
 
@@ -57,24 +61,35 @@ class StandInNCCL:
 
     def __init__(self, gpus: StandInGPUs) -> None:
         self._gpus = gpus
-        self._streams = {device: gpus.new_stream(device) for device in gpus.devices}
-        # by sender and receiver: what is on its way, and what has been taken
+        self._streams: dict[tuple[torch.device, Places], Stream] = {}
+        # by group, sender and receiver: what is on its way, and what has been taken
         self._sent: Any = defaultdict(SimpleQueue)
         self._taken: Any = defaultdict(SimpleQueue)
         self._on_host: Any = defaultdict(SimpleQueue)
 
     def batch_isend_irecv(self, operations: Sequence[Operation]) -> list[Work]:
-        device = operations[0].tensor.device
-        stream, current = self._streams[device], self._gpus.current_stream(device)
+        device, places = operations[0].tensor.device, operations[0].group.places
+        stream, current = self._stream(device, places), self._gpus.current_stream(device)
         stream.wait_stream(current)
         for kind, tensor, _, peer in operations:
+            assert places[peer] != device.index, "a message to itself"
             # the stream has the numbers alone: as NCCL, it does not hold the tensor
-            stream.queue(self._meeting(kind is dist.isend, real_memory(tensor), device.index, peer))
+            meeting = self._meeting(
+                kind is dist.isend, real_memory(tensor), places, device.index, places[peer]
+            )
+            stream.queue(meeting)
         end = stream.record_event()
         return [Work(lambda: self._gpus.current_stream(device).wait_event(end))]
 
-    def _meeting(self, sends: bool, memory: Tensor, rank: int, peer: int) -> Callable[[], None]:
-        way = (rank, peer) if sends else (peer, rank)
+    def _stream(self, device: torch.device, places: Places) -> Stream:
+        if (device, places) not in self._streams:
+            self._streams[device, places] = self._gpus.new_stream(device)
+        return self._streams[device, places]
+
+    def _meeting(
+        self, sends: bool, memory: Tensor, places: Places, rank: int, peer: int
+    ) -> Callable[[], None]:
+        way = (places, rank, peer) if sends else (places, peer, rank)
         sent, taken = self._sent[way], self._taken[way]
 
         def send() -> None:
@@ -97,18 +112,31 @@ class StandInNCCL:
             backend="nccl",
             engine="distributed",
             processes_per_replica=size,
-            pipeline_group=Group(rank, self._on_host),
+            pipeline_group=Group(tuple(range(size)), rank, self._on_host),
+            edge_groups={
+                edge: Group((*sorted(edge), edge[0] < edge[1]), rank, self._on_host)
+                for edge in edges_of(size)
+                if rank in edge
+            },
         )
 
-    def stream_of_messages(self, device: int) -> Stream:
-        return self._streams[self._gpus.devices[device]]
+    def messages_of_edge(self, sender: int, receiver: int, at: int) -> Stream:
+        """The stream of the messages of this direction, on one of its two devices."""
+        places = (*sorted((sender, receiver)), sender < receiver)
+        return self._stream(self._gpus.devices[at], places)
 
 
 class Group:
-    """The process group of a pipeline, as one of its processes has it."""
+    """A process group, as one of its processes has it.
 
-    def __init__(self, rank: int, on_host: Any) -> None:
-        self._rank, self._on_host = rank, on_host
+    Args:
+        places: the processes; of an edge also the direction, which has a group of its own.
+        rank: this process.
+        on_host: the queues of messages in CPU memory.
+    """
+
+    def __init__(self, places: Places, rank: int, on_host: Any) -> None:
+        self.places, self._rank, self._on_host = places, rank, on_host
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = tensors

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
+from hybridtrain import HybridModel, World
 from hybridtrain._base.files import write_atomically
 from hybridtrain._base.hardware import GIB, Hardware, host_memory
 from hybridtrain.cli.config.option_files import THIS_MACHINE, measured_file
@@ -34,6 +35,9 @@ _MOST_RUNS = 50
 # The layers that time the host: small, and enough that the time of starting does not count.
 _WIDTH = 16
 _LAYERS = 16
+
+# The stages and micro-batches that time the host's part in a schedule.
+_STAGES, _CHUNKS = 4, 16
 
 
 def measure_machine(words: Sequence[str] = ()) -> int:
@@ -102,6 +106,8 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
         "node_bytes_per_s": min(gpu["node_bytes_per_s"] for gpu in of_kind.values() or [first]),
         "operator_s": first["operator_s"],
         "backward_operator_s": first["backward_operator_s"],
+        "action_s": first["action_s"],
+        "microbatch_s": first["microbatch_s"],
         "library_gib": max(device["library_gib"] for device in of_kind.values() or [first]),
         "library_gib_per_stage": max(
             device["library_gib_per_stage"] for device in of_kind.values() or [first]
@@ -162,6 +168,7 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
         block = torch.zeros((2**30 if is_gpu else 2**26) // 4, device=device)
         copy = _seconds(lambda: block.clone(), device, seconds)
         operator, backward_operator = host_seconds_per_operator(device, seconds)
+        action, microbatch = host_seconds_of_schedule(device, seconds, operator, backward_operator)
         link = 2 * block.nbytes / copy / 2
         if is_gpu:
             memory = torch.cuda.mem_get_info(device)[1]
@@ -179,6 +186,8 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
         "node_bytes_per_s": float(f"{link:.3g}"),
         "operator_s": float(f"{operator:.3g}"),
         "backward_operator_s": float(f"{backward_operator:.3g}"),
+        "action_s": float(f"{action:.3g}"),
+        "microbatch_s": float(f"{microbatch:.3g}"),
         "library_gib": float(f"{libraries[0] / GIB:.3g}"),
         "library_gib_per_stage": float(f"{libraries[1] / GIB:.3g}"),
     }
@@ -219,6 +228,44 @@ def host_seconds_per_operator(device: torch.device, seconds: float) -> tuple[flo
         median(forwards[1:]) / sum(layer.forward.operators for layer in counted),
         median(backwards[1:]) / sum(layer.backward.operators for layer in counted),
     )
+
+
+def host_seconds_of_schedule(
+    device: torch.device, seconds: float, operator_s: float, backward_operator_s: float
+) -> tuple[float, float]:
+    """Returns the host's seconds per action and per micro-batch, without their operators.
+
+    The same small layers run in one stage and in several on this device. The difference is the time
+    of the actions that are added; the rest, without the operators, is the time of a micro-batch.
+
+    Args:
+        device: the device.
+        seconds: the duration of each of the two measurements.
+        operator_s: what `host_seconds_per_operator` has returned for forwards.
+        backward_operator_s: the same for backwards.
+    """
+    layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(_STAGES)]
+    inputs = torch.ones(_CHUNKS, _WIDTH)
+    counted = count_layers(observed_chain(nn.Sequential(*layers), inputs[:1]).layers, inputs[:1],
+                           "fp32")  # fmt: skip
+    operators = sum(
+        layer.forward.operators * operator_s + layer.backward.operators * backward_operator_s
+        for layer in counted
+    )
+    found = []
+    for stages in (1, _STAGES):
+        with World.from_env(stages, [str(device)] * stages) as world:
+            net = nn.Sequential(*layers)
+            model = HybridModel(net, world, chunks=_CHUNKS, self_check=False)
+            step = partial(model.train_step, inputs, None, _mean)
+            found.append(_seconds(step, device, seconds) / _CHUNKS)
+    one, several = found
+    action = max(0.0, several - one) / (2 * (_STAGES - 1))
+    return action, max(0.0, one - operators - 2 * action)
+
+
+def _mean(output: Tensor, _: None) -> Tensor:
+    return output.mean()
 
 
 def library_bytes(device: torch.device, allocated: Callable[[], int]) -> list[int]:

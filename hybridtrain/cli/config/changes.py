@@ -37,6 +37,7 @@ _WITHOUT_EFFECT = (
     "hardware",
     "trainer.log_every",
     "trainer.eval_every",
+    "trainer.attention",
     "trainer.compile",
     "trainer.max_time",
     "trainer.max_skipped",

@@ -129,7 +129,7 @@ def _known_type(hint: Any) -> Any:
 _OF_WORLD = ("broadcast_buffers", "find_unused_parameters", "shard")
 
 
-_OF_TRAINER = ("precision", "compile")
+_OF_TRAINER = ("precision", "attention", "compile")
 
 
 _OF_RUN = ("seed", "optimizer_tensors_per_param")  # a top-level key; read from the optimizer

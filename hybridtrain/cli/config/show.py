@@ -31,6 +31,7 @@ RARE = {
         "library_gib",
         "library_gib_per_stage",
         "action_s",
+        "microbatch_s",
         "message_s",
     ),
 }

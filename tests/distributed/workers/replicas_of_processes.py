@@ -9,6 +9,7 @@ from support.matrix import FIRST, check_cell
 from support.matrix import cells as matrix_cells
 from support.slow import assert_names_slow_replica, check_rows, trained
 
+from hybridtrain import World
 from hybridtrain.schedule import registered
 
 torch.set_num_threads(1)
@@ -33,6 +34,29 @@ for inner, chosen in (("pp", CELLS[1::3]), ("dp", CELLS[2::3])):
         def _(world, cell=cell, inner=inner):
             replica = world.rank // 2 if inner == "pp" else world.rank % 2
             check_cell(cell, replica, 2, engine="distributed", inner=inner)
+
+
+@cells.add("each direction of an edge has a connected group of its own, in every replica")
+def _edges(world):
+    for nb_part, inner in ((4, "pp"), (2, "pp"), (2, "dp")):
+        shape = World.from_env(nb_part, "cpu", engine="distributed", inner=inner)
+        groups = shape._connected_edges("gloo")  # NCCL only, but the order of calls is the same
+        here = shape.pipeline_rank
+        assert len(set(map(id, groups.values()))) == len(groups) == (2 if nb_part == 2 else 4)
+        received = {edge: torch.zeros(1) for edge in groups}
+        works = []
+        for (sender, receiver), group in groups.items():
+            if sender == here:
+                value = torch.tensor([10.0 * shape.data_parallel_rank + sender])
+                works.append(group.send([value], int(receiver > here), 0))
+            else:
+                at = received[sender, receiver]
+                works.append(group.recv([at], int(sender > here), 0))
+        for work in works:
+            work.wait()
+        for (sender, receiver), value in received.items():
+            if receiver == here:
+                assert value.item() == 10 * shape.data_parallel_rank + sender
 
 
 @cells.add("one log tells of all replicas, and which one is slow")

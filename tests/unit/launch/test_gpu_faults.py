@@ -240,7 +240,9 @@ def test_tf32_is_for_matrix_products_and_convolutions_alike(monkeypatch, tf32):
 
 
 @pytest.mark.parametrize("nb_part", [1, 2])
-def test_the_thread_of_a_layer_has_its_device_as_the_current_one(monkeypatch, nb_part):
+def test_each_action_has_its_device_as_the_current_one_and_uses_its_one_stream(
+    monkeypatch, nb_part
+):
     with stand_in_gpus(nb_part) as gpus:
         current = {}
         monkeypatch.setattr(
@@ -248,12 +250,26 @@ def test_the_thread_of_a_layer_has_its_device_as_the_current_one(monkeypatch, nb
         )
         world = World.from_env(nb_part, list(map(str, gpus.devices)))
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(nb_part)]
-        found = []
+        found = {"forward": [], "backward": []}
+
+        def note(kind):
+            device = current[threading.get_ident()]
+            assert gpus.current_stream(device) is gpus.default_stream(device)
+            found[kind].append(device)
+
+        def after_forward(layer, args, output):
+            note("forward")
+            output.register_hook(lambda gradient: note("backward"))
+
         for layer in layers:
-            layer.register_forward_hook(lambda *_: found.append(current[threading.get_ident()]))
-        model = HybridModel(nn.Sequential(*layers), world)
-        model.train_step(floats(4), None, mean_loss)
-        assert found == gpus.devices
+            layer.register_forward_hook(after_forward)
+        model = HybridModel(nn.Sequential(*layers), world, chunks=2, self_check=False)
+        current.clear()  # of the placement
+        for _ in range(2):
+            model.train_step(floats(4), None, mean_loss)
+            current[threading.get_ident()] = "another, which the caller's code has chosen"
+        for devices in found.values():
+            assert sorted(devices, key=str) == sorted(gpus.devices * 4, key=str)
 
 
 def test_the_peak_of_a_device_begins_with_the_run_and_tells_what_is_reserved():

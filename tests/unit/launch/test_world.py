@@ -12,7 +12,7 @@ from hybridtrain._base.devices import check_nb_part, choose_devices, gpus_left_o
 from hybridtrain.errors import WorldError
 from hybridtrain.launch import Launch, detect
 from hybridtrain.launch.environment import first_host
-from hybridtrain.world import World
+from hybridtrain.world import World, edges_of
 
 TORCHRUN = {
     "RANK": "5",
@@ -375,15 +375,30 @@ def test_nccl_connects_all_processes_when_they_join_and_not_at_their_first_sum(m
     monkeypatch.setattr(torch, "zeros", lambda count, device: device)
     monkeypatch.setattr(world_module, "_new_group", lambda *_: "a group")
     monkeypatch.setattr(dist, "all_reduce", lambda where, group: made.append((where, group)))
+    monkeypatch.setattr(dist, "P2POp", lambda operation, *_, **where: (operation, where))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda messages: made.extend(messages) or [])
     World(size=2, backend="nccl", devices=cuda(0, 1, 2))._with_pipeline_groups()
     assert made == [(device, None) for device in cuda(0, 2)]
     made.clear()
     one = World(size=2, backend="nccl", devices=cuda(0), processes_per_replica=2)
     one._with_pipeline_groups()
-    assert made == [(*cuda(0), None), (*cuda(0), "a group")]
+    other_end = {"group": "a group", "group_peer": 1}
+    edges = [(dist.isend, other_end), (dist.irecv, other_end)]
+    assert made == [(*cuda(0), None), (*cuda(0), "a group"), *edges]
+    assert list(one.edge_groups) == [(0, 1), (1, 0)]
     made.clear()
     World(size=2, devices=cuda(0))._with_pipeline_groups()
     assert made == []
+
+
+@pytest.mark.parametrize("processes", range(2, 9))
+def test_a_process_has_two_edges_at_most_and_the_first_and_the_last_are_neighbors(processes):
+    edges = edges_of(processes)
+    assert len(edges) == len(set(edges)) == (2 if processes == 2 else 2 * processes)
+    assert set(edges) == {(receiver, sender) for sender, receiver in edges}
+    assert {(0, processes - 1), (processes - 1, 0)} <= set(edges)
+    for place in range(processes):
+        assert sum(place in edge for edge in edges) <= 4
 
 
 def test_missing_processes_are_an_error_that_counts_the_expected_ones(monkeypatch):

@@ -35,27 +35,41 @@ def forward(microbatch):
 
 
 class Wires:
-    """The wires of two processes with a stage each, which know the formats of their messages."""
+    """The wires of processes with a stage each, which know the formats of their messages."""
 
     def __init__(self, gpus, nccl):
-        stage = SimpleNamespace(offload=None)
+        ranks = range(len(gpus.devices))
         message = [(on(gpus, SENDER, 0.0),)]
-        formats = dict.fromkeys(map(forward, range(4)), pack(message, unique=True)[0])
-        schedule = make_schedule("gpipe", len(PEERS), 4)
+        form = pack(message, unique=True)[0]
+        actions = [
+            Action(kind, stage, microbatch)
+            for kind in "FB"
+            for stage in ranks
+            for microbatch in range(4)
+        ]
+        schedule = make_schedule("gpipe", len(ranks), 4)
+        lanes = [Lane.of(schedule, rank) for rank in ranks]
+        self.first_receives = [lane.receives[0] for lane in lanes]
         self._doing = doing = LaneActivity()
-        self._sender, self._receiver = (
-            MessageWire({rank: stage}, Lane.of(schedule, rank), nccl.world(rank), formats, doing)
-            for rank in PEERS
-        )
+        self.of = [
+            MessageWire(
+                {rank: SimpleNamespace(offload=None)},
+                lanes[rank],
+                nccl.world(rank),
+                dict.fromkeys(actions, form),
+                doing,
+            )
+            for rank in ranks
+        ]
 
     def send(self, microbatch, value):
-        self._sender.send(forward(microbatch), [(value,)])
+        self.of[SENDER].send(forward(microbatch), [(value,)])
 
     def begin_receive(self, microbatch):
-        self._receiver.begin_receives(microbatch + 1)
+        self.of[RECEIVER].begin_receives(microbatch + 1)
 
     def receive(self, microbatch):
-        ((value,),) = self._receiver.receive(forward(microbatch), self._doing)
+        ((value,),) = self.of[RECEIVER].receive(forward(microbatch), self._doing)
         return value
 
 
@@ -80,7 +94,7 @@ def test_a_message_arrives_while_the_receiver_computes(gpus, nccl, wires):
     with Gate(gpus.default_stream(gpus.devices[RECEIVER])):
         wires.begin_receive(0)
         wires.send(0, on(gpus, SENDER, 1.0))
-        assert nccl.stream_of_messages(RECEIVER).record_event().comes(PATIENCE_S)
+        assert nccl.messages_of_edge(SENDER, RECEIVER, at=RECEIVER).record_event().comes(PATIENCE_S)
     assert torch.equal(on_host(wires.receive(0)), torch.ones(8))
 
 
@@ -110,7 +124,7 @@ def test_a_receive_takes_no_memory_that_the_device_still_reads(gpus, nccl, wires
         del value  # its memory is free for what this stream does later
         wires.begin_receive(0)
         wires.send(0, on(gpus, SENDER, 1.0))
-        assert nccl.stream_of_messages(RECEIVER).record_event().comes(PATIENCE_S)
+        assert nccl.messages_of_edge(SENDER, RECEIVER, at=RECEIVER).record_event().comes(PATIENCE_S)
     assert torch.equal(on_host(read), torch.full((8,), 3.0))
     assert torch.equal(on_host(wires.receive(0)), torch.ones(8))
 
@@ -122,9 +136,28 @@ def test_a_received_value_stays_until_the_device_has_read_it(gpus, nccl, wires):
         read = wires.receive(0) + 0  # the value itself is dropped
         wires.begin_receive(1)
         wires.send(1, on(gpus, SENDER, 2.0))
-        assert nccl.stream_of_messages(RECEIVER).record_event().comes(PATIENCE_S)
+        assert nccl.messages_of_edge(SENDER, RECEIVER, at=RECEIVER).record_event().comes(PATIENCE_S)
     assert torch.equal(on_host(read), torch.ones(8))
     assert torch.equal(on_host(wires.receive(1)), torch.full((8,), 2.0))
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_late_process_delays_only_messages_to_it(late):
+    with stand_in_gpus(3) as gpus, stand_in_nccl(gpus) as nccl:
+        wires = Wires(gpus, nccl)
+        first, middle, _ = wires.of
+        waiting = wires.first_receives[late]
+        middle.send(waiting, [(on(gpus, 1, 2.0),)])
+        middle.begin_receives(1)
+        first.send(forward(0), [(on(gpus, 0, 3.0),)])
+        ((value,),) = middle.receive(forward(0), LaneActivity())
+        read = value + 0
+        assert gpus.default_stream(gpus.devices[1]).record_event().comes(PATIENCE_S)
+        assert not nccl.messages_of_edge(1, late, at=1).record_event().comes(0)
+        wires.of[late].begin_receives(1)
+        ((value,),) = wires.of[late].receive(waiting, LaneActivity())
+        assert torch.equal(on_host(read), torch.full((8,), 3.0))
+        assert torch.equal(on_host(value), torch.full((8,), 2.0))
 
 
 def test_tied_parameters_use_the_communicator_that_is_there(gpus, nccl):

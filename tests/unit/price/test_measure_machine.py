@@ -47,6 +47,18 @@ def test_the_measured_keys_describe_hardware_and_libraries_of_a_cpu_keep_nothing
     rates = measure_machine.measured_device(CPU, seconds=0.0)
     assert rates["library_gib"] == rates["library_gib_per_stage"] == 0.0
     assert {"operator_s", "backward_operator_s"} <= rates.keys()
+    assert min(rates["action_s"], rates["microbatch_s"]) >= 0
+
+
+def test_the_hosts_part_in_a_schedule_is_told_from_operators_and_micro_batches(monkeypatch):
+    # seconds of a step of 16 micro-batches: 5 ms for each in one stage, 6 actions more in four
+    step_s = iter([16 * 5e-3, 16 * (5e-3 + 6 * 1e-3)])
+    monkeypatch.setattr(measure_machine, "_seconds", lambda *_: next(step_s))
+    action, microbatch = measure_machine.host_seconds_of_schedule(CPU, 0.0, 1e-5, 2e-5)
+    assert action == pytest.approx(1e-3)
+    # four Linear layers: 2 operators of a forward, 6 of the first backward, 10 of the others
+    operators = 8 * 1e-5 + 36 * 2e-5
+    assert microbatch == pytest.approx(5e-3 - operators - 2 * 1e-3)
 
 
 def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
@@ -65,6 +77,8 @@ def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
             "node_bytes_per_s": 1e10 * (1 + device.index),
             "operator_s": 1e-5,
             "backward_operator_s": 8e-6,
+            "action_s": 1e-4,
+            "microbatch_s": 2e-4,
             "library_gib": 0.01,
             "library_gib_per_stage": memory / 1000,
         }
