@@ -188,4 +188,8 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "command":  # in a process that `table` has forked
+        from hybridtrain.cli import main
+
+        sys.exit(main(sys.argv[2:]))
     train(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))

@@ -60,6 +60,8 @@ HELD_BY = {
     ],
     "`Trainer`, `Session` and `OptimizerStep` compare": [
         "different_data: another optimizer on one rank",
+        "different_data: another schedule of learning rates on one rank",
+        "test_another_learning_rate_of_one_rank_in_a_custom_loop_ends_all_processes",
         "different_data: other parameter groups on one rank of a stage",
     ],
     "Data sets, batch sizes and the options": [
