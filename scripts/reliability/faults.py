@@ -30,7 +30,7 @@ KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3
 # given more time, and if it gets a signal, which ends a process that has not begun to train.
 AFTER_STEPS = {"setup": 0}.get(PHASE, 3 if KIND in ("sleep", "stop", "interrupt") else 1)
 AFTER_SAMPLES = 40  # in a data worker, which knows no steps
-done = {"steps": 0, "samples": 0, "signals": 0}
+done = {"steps": 0, "samples": 0, "signals": 0, "reads": int(PHASE == "worker")}
 
 
 def fault(phase: str) -> None:
@@ -67,9 +67,12 @@ def fault(phase: str) -> None:
         time.sleep(10_000)
     if KIND == "memory":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, limit))
-        torch.ones(2**28)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, before[1]))
+        try:
+            torch.ones(2**28)
+        finally:  # the next thread must start
+            resource.setrlimit(resource.RLIMIT_AS, before)
     if KIND == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
@@ -110,11 +113,13 @@ class FaultySGD(SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does a step."""
-        fault("optimizer")
-        if KIND == "disk":
+        trains = done["reads"]  # the command line tries its optimizer before the processes meet
+        if trains:
+            fault("optimizer")
+        if trains and KIND == "disk":
             fault("save")
         super().step(closure)
-        done["steps"] += 1
+        done["steps"] += trains
 
 
 class FaultyData(Dataset[tuple[Tensor, int]]):
@@ -127,6 +132,7 @@ class FaultyData(Dataset[tuple[Tensor, int]]):
         return 128
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        done["reads"] = 1
         if self._trains:
             fault("data")
         return torch.randn(16, generator=torch.Generator().manual_seed(index)), index % 4

@@ -34,7 +34,7 @@ from tests.support import forked
 HERE = Path(__file__).parent
 LEVELS = ("command", "trainer", "session", "loop")
 ENGINES = ("local", "distributed")
-STALL_S = 5.0
+STALL_S = 15.0  # on a busy machine, workers take long to start
 LIMIT_S = 240.0
 
 # the phases of each kind of fault
@@ -47,19 +47,14 @@ KINDS = {
 }
 # what is said: the rank, with its stage if it is known, is `{who}`
 SAID = {
-    # the command line tries the optimizer before the processes meet; an error there may be that of
-    # all ranks, so rank 0 prints its own without its name
-    "exception": (
-        r"boom in {phase}[\s\S]*\bon {who}|^error: {who}.* failed.*: .*boom in {phase}"
-        r"|^error: optim\._target_=.*boom in {phase}"
-    ),
+    "exception": r"boom in {phase}[\s\S]*\bon {who}|^error: {who}.* failed: .*boom in {phase}",
     "memory": r"memory[\s\S]*\bon {who}|^error: {who}.* failed: .*memory",
     **dict.fromkeys(  # without torchrun, rank 0 has the store through which the others learn of it
         ("exit", "kill", "segfault"),
         r"^error: {who}.*ended without a message|^error: lost the connection .*: {who} or",
     ),
     "sleep": r"^error: {who}.*has made no progress for .*",
-    "stop": r"^error: {who}.*does not respond",
+    "stop": r"^error: {who}.*(does not respond|has not responded.*is stopped)",
     "nan": r"^error: .*not finite",
     "disk": r"^error: .*checkpoint",
 }
