@@ -1,4 +1,4 @@
-"""A script at one of the heights, of which a rank fails in its third step, or does another thing."""
+"""A script at one of the heights, of which a rank fails in its third step, or does other things."""
 
 import sys
 from collections.abc import Callable
