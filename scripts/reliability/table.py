@@ -141,7 +141,7 @@ def run(
                 )
                 for place in places
             ]
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + LIMIT_S * (1 + restarts)
         while time.monotonic() < end and any(process.poll() is None for process in processes):
             time.sleep(0.05)
         ended = time.time()
