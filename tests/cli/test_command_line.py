@@ -483,7 +483,7 @@ def test_a_command_whose_stdout_is_full_from_its_start_says_what_is_missing(
 def test_training_goes_on_while_its_stderr_is_full_from_its_start(full_pipe: int) -> None:
     command = [sys.executable, "-m", "hybridtrain", *QUICK]
     assert subprocess.run(command, stderr=full_pipe, env=environment(), timeout=300).returncode == 0
-    assert json.loads(Path("outputs/digits/summary.json").read_text())["step"] == 2
+    assert json.loads(Path("outputs/digits/summary.json").read_text())["steps"] == 2
 
 
 @pytest.mark.thorough
