@@ -182,7 +182,7 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
     loader = Loader(splits.train, BATCH, world, workers=workers)
     held_out = EvalLoader(splits.eval, BATCH, world)
     if level == "trainer":
-        counts = TrainerOptions(steps=steps, log_every=4, eval_every=4)
+        counts = TrainerOptions(steps=steps, log_every=4, eval_every=4, max_skipped=2)
         Trainer(hybrid, optimizer, loss, loader, counts, evaluation=held_out).fit()
     while level == "loop" and done["steps"] < steps:
         for batch in loader.batches():

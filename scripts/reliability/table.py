@@ -45,6 +45,8 @@ KINDS = {
     **dict.fromkeys(("nan", "terminate", "interrupt"), ("forward",)),
     "disk": ("save",),
 }
+# only the command line saves here; a loop of one's own skips no step, and a session goes on
+LEVELS_OF = {"disk": LEVELS[:1], "nan": LEVELS[:2]}
 # what is said: the rank, with its stage if it is known, is `{who}`
 SAID = {
     "exception": r"boom in {phase}[\s\S]*\bon {who}|^error: {who}.* failed: .*boom in {phase}",
@@ -261,7 +263,7 @@ def main() -> int:
         for engine in ([asked.engine] if asked.engine else ENGINES)
         for fault in faults_of(engine)
         for level in ([asked.level] if asked.level else LEVELS)
-        if asked.only in fault and (level == "command" or not fault.startswith("disk"))
+        if asked.only in fault and level in LEVELS_OF.get(fault.split(":")[0], LEVELS)
     ][asked.skip :: asked.every]
     start = "torchrun" if asked.torchrun else "fork" if asked.forks else "python"
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
