@@ -1028,10 +1028,11 @@ class HybridModel:
         unscale_(scaler, optimizer, self.world)
 
     def compare_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Compares classes and settings of optimizers over the ranks, once; a collective call.
+        """Compares classes and settings of optimizers over the ranks; a collective call.
 
-        `OptimizerStep` does it before its first update. In other loops, the third `train_step`
-        compares optimizers of PyTorch that have stepped.
+        It does so in its calls 1, 2, 4, 8 and so on; `OptimizerStep` makes one before each update.
+        In other loops, the second `train_step` compares the optimizers of PyTorch that have
+        stepped, and so do steps 3, 5, 9 and so on.
 
         Args:
             optimizers: the optimizers of this rank's parameters.

@@ -223,8 +223,10 @@ class World:
         # before the process groups: their creation waits for all processes
         world._watched(store)
         with activity.waiting():
-            world._object_group = _join(launch, world.backend, store, timeout_s)
-            tell_uncaught_errors()  # around PyTorch's hook
+            try:
+                world._object_group = _join(launch, world.backend, store, timeout_s)
+            finally:  # another process may end while this one joins it
+                tell_uncaught_errors()  # around PyTorch's hook
             return world._with_pipeline_groups()
 
     @classmethod

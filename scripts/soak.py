@@ -16,6 +16,9 @@ When it is complete, its last and its best checkpoint (weights, buffers, optimiz
 must be bitwise those of the reference, with the same lines in metrics.jsonl, and no process
 may be left. The exit status is 1 otherwise.
 
+With `--starts 0.5` half of the faults come while the processes start, meet and load, rather than
+within two seconds after the first step. Nothing is saved then.
+
 With `--replicas 3` the run has `world.replicas=3`, and each start draws its number of processes
 (with `--engine distributed`: of pipelines) from 1 to 3. The reference has 3.
 
@@ -23,6 +26,7 @@ With `--replicas 3` the run has `world.replicas=3`, and each start draws its num
     python -m scripts.soak --faults 200     # for the table of docs/reliability-figures.md
     python -m scripts.soak --faults 200 --engine distributed    # a process for each stage
     python -m scripts.soak --faults 40 --replicas 3             # on 1, 2 and 3 processes
+    python -m scripts.soak --faults 40 --starts 1               # all of them in the start
 """
 
 from __future__ import annotations
@@ -62,6 +66,8 @@ FAULTS = (
 )
 # With these, torchrun or the run itself must save before it ends.
 SAVES = ("terminate", "interrupt", "preempt")
+# What may happen in the start. A process that is stopped there is waited for as long as timeout_s.
+IN_START = tuple(kind for kind in FAULTS if kind not in ("stop", "restart"))
 
 STALL_S = 8
 # A run takes a fraction of this, even on a busy machine; longer means that it hangs.
@@ -132,6 +138,7 @@ class Run:
     steps: int
     engine: str
     fixed: bool = False  # whether the number of replicas is a setting of the run
+    start_s: float = 0.0  # from the launch to the first step, the last time
     outcomes: list[Outcome] = field(default_factory=list)
 
     @property
@@ -140,7 +147,12 @@ class Run:
         return self.folder / "outputs" / "run"
 
     def start(
-        self, kind: str, delay_s: float, rng: random.Random, replicas: int | None = None
+        self,
+        kind: str,
+        delay_s: float,
+        rng: random.Random,
+        replicas: int | None = None,
+        in_start: bool = False,
     ) -> Outcome:
         """Starts the run, does `kind` to it `delay_s` after its first step, and waits for its end.
 
@@ -149,6 +161,7 @@ class Run:
             delay_s: seconds from the first step to the fault.
             rng: chooses the process.
             replicas: how many processes, or pipelines of processes; None: one per replica.
+            in_start: do it `delay_s` after the launch, or after the first step if that is earlier.
 
         Raises:
             TimeoutError: it hangs; all its processes are killed first.
@@ -169,13 +182,17 @@ class Run:
             },
             start_new_session=True,
         )
-        deadline = time.monotonic() + LIMIT_S
-        while launcher.poll() is None and self.logged() == logged:
+        launched = time.monotonic()
+        deadline = launched + LIMIT_S
+        due = launched + delay_s if in_start else deadline
+        while launcher.poll() is None and self.logged() == logged and time.monotonic() < due:
             time.sleep(0.02)
-            if time.monotonic() > deadline:
-                kill_tree(launcher)
-                raise TimeoutError(f"no step within {LIMIT_S:g} s; see {log.name}")
-        time.sleep(delay_s)
+        if time.monotonic() > deadline:
+            kill_tree(launcher)
+            raise TimeoutError(f"no step within {LIMIT_S:g} s; see {log.name}")
+        if not in_start:
+            self.start_s = time.monotonic() - launched
+            time.sleep(delay_s)
         everybody = [launcher, *launcher.children(recursive=True)] if _alive(launcher) else []
         before = self.logged()
         began = time.monotonic()
@@ -199,7 +216,7 @@ class Run:
         )
         if left:
             outcome.problem = f"{len(left)} processes were left"
-        elif kind in SAVES and self.newest() < min(before, self.steps):
+        elif kind in SAVES and not in_start and self.newest() < min(before, self.steps):
             outcome.problem = f"logged step {before}, saved step {self.newest()}"
         outcome.lost = max(0, before - self.newest())
         self.outcomes.append(outcome)
@@ -363,6 +380,7 @@ def soak(
     engine: str = "local",
     record: Path | None = None,
     replicas: int | None = None,
+    starts: float = 0.0,
 ) -> int:
     """Does `faults` faults, prints a line for each and a table; returns the exit status."""
     rng = random.Random(seed)
@@ -389,10 +407,13 @@ def soak(
                 done = sum(outcome.kind != "none" for outcome in outcomes)
                 kind = "none" if done >= faults else rng.choice(list(kinds))
                 running = rng.randint(1, most) if fixed else most
+                in_start = bool(starts) and kind in IN_START and rng.random() < starts
+                longest = reference.start_s if in_start else 2.0
                 if kind == "stop" and running == 1 and engine == "local":
                     kind = "kill-rank"  # nobody is left to notice that the only process is stopped
                 try:
-                    outcome = run.start(kind, rng.uniform(0.0, 2.0), rng, running)
+                    delay_s = rng.uniform(0.0, longest)
+                    outcome = run.start(kind, delay_s, rng, running, in_start)
                 except TimeoutError as error:
                     problems.append(f"{kind}: {error}")
                     print((run.folder / "log.txt").read_text()[-4000:])
@@ -406,7 +427,7 @@ def soak(
                 print(
                     f"{len(outcomes):4d} {outcome.kind:14s} on {outcome.processes} processes: exit "
                     f"code {outcome.code:4d} after {outcome.seconds:5.1f} s, step {run.newest()} "
-                    f"of {steps} "
+                    f"of {steps}{f', {delay_s:.1f} s after its launch' * in_start} "
                     f"{outcome.problem or ''}",
                     flush=True,
                 )
@@ -490,6 +511,7 @@ def main() -> int:
     parser.add_argument(
         "--replicas", type=int, help="world.replicas; each start draws its number of processes"
     )
+    parser.add_argument("--starts", type=float, default=0.0, help="the share of faults in starts")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", default=FAULTS, choices=FAULTS)

@@ -17,6 +17,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from hybridtrain._base.text_table import counted
 from hybridtrain.cli.command_table import COMMANDS, FLAGS, check_keys
 from hybridtrain.cli.commands.help import help_of, overview
 from hybridtrain.cli.config.compose import CONFIG_MODULE, compose_config, compose_settings
@@ -26,9 +27,9 @@ from hybridtrain.cli.config.overrides import given_keys
 from hybridtrain.cli.config.project import with_project
 from hybridtrain.cli.config.resolve import Settings, resolve_settings
 from hybridtrain.cli.config.show import config_text
-from hybridtrain.cli.run.errors import lasting_streams, report, versions
+from hybridtrain.cli.run.errors import STDOUT_S, lasting_streams, report, versions
 from hybridtrain.errors import ConfigError, closest, did_you_mean, naming
-from hybridtrain.launch import detect, end_with_parent
+from hybridtrain.launch import detect, end_with_parent, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,13 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # called by the console script, not by a test or a program
         gc.disable()  # until the command is imported, see `_loaded`
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with lasting_streams():
+    with lasting_streams() as stdout:
         try:
             end_with_parent()
             _check_working_directory()
-            return _dispatch(arguments)
+            code = _dispatch(arguments)
         except (Exception, KeyboardInterrupt) as error:
             return report(error)
+        if stdout.dropped:  # else a reader would take a part for the whole
+            missing = counted(stdout.dropped, "character")
+            say(f"error: nobody read stdout for {STDOUT_S:g} s, and it lacks {missing}")
+            return code or 1
+        return code
 
 
 def _check_working_directory() -> None:

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,6 +34,7 @@ from hybridtrain._base.microbatch import Unread
 from hybridtrain._base.text_table import counted
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError, argument, setting
+from hybridtrain.launch import end_with_parent
 from hybridtrain.options import LoaderOptions
 from hybridtrain.pipeline import DrawsOf, seed_of
 from hybridtrain.world import World
@@ -147,6 +149,49 @@ def _say_too_many(workers: int) -> None:
     )  # fmt: skip
 
 
+class _Starter:
+    """A thread that starts worker processes, and lasts as long as this process.
+
+    Linux ends a worker with the thread that has started it (`end_with_parent`), and a thread that
+    prefetches ends before the workers of a stream, which stay for the next epoch.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Returns `function()`, called in that thread."""
+        result: Future[Any] = Future()
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():  # or this process was forked
+                self._thread = threading.Thread(target=self._run, name="starter", daemon=True)
+                self._thread.start()
+        self._calls.put((function, result))
+        return result.result()
+
+    def _run(self) -> None:
+        while True:
+            function, result = self._calls.get()
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+            del function, result  # or this frame would keep the workers alive
+
+
+_starter = _Starter()
+
+
+def _begin_worker(number: int) -> None:
+    """Makes the system kill this worker process with its parent, even if it hangs or is stopped.
+
+    PyTorch's worker looks for its parent only between two batches.
+    """
+    end_with_parent(always=True, number=signal.SIGKILL)
+
+
 class WatchedLoader:
     """A DataLoader whose worker processes may die or hang.
 
@@ -183,6 +228,7 @@ class WatchedLoader:
             timeout=options.timeout_s if options.workers else 0,
             generator=generator,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=_begin_worker,
             **settings,
         )
         self._options = options
@@ -193,7 +239,7 @@ class WatchedLoader:
     def batches(self) -> Iterator[Any]:
         """Yields the loader's batches; must not run in the main thread."""
         self.received = 0
-        iterator = self._iterator = iter(self._loader)
+        iterator = self._iterator = self._started()
         try:
             while True:
                 try:
@@ -216,6 +262,14 @@ class WatchedLoader:
         finally:
             if not self._loader.persistent_workers:
                 self.close()
+
+    def _started(self) -> Any:
+        def start() -> Any:
+            if self.device.type == "cuda":  # required to pin memory of this device
+                torch.cuda.set_device(self.device)
+            return iter(self._loader)
+
+        return _starter.call(start) if self._options.workers else start()
 
     def check_workers(self) -> None:
         """Raises a DataError if a worker process has ended unexpectedly."""

@@ -14,7 +14,7 @@ notebook           runs a function in new processes
 """
 
 from hybridtrain.launch.activity import LaneActivity, Phase, activity, end_process
-from hybridtrain.launch.environment import Launch, detect, free_port
+from hybridtrain.launch.environment import Launch, detect, free_port, launcher_serves_store
 from hybridtrain.launch.error_file import write_error_file
 from hybridtrain.launch.failure import (
     exit_code,
@@ -68,6 +68,7 @@ __all__ = [
     "ignore_signals",
     "in_one_line",
     "is_seen_from_here",
+    "launcher_serves_store",
     "meet",
     "notebook_launcher",
     "raise_on_signals",

@@ -89,13 +89,14 @@ def kill(process: ProcessId) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def end_with_parent(always: bool = False) -> None:
-    """Requests a SIGTERM from the system when the parent process dies.
+def end_with_parent(always: bool = False, number: signal.Signals = signal.SIGTERM) -> None:
+    """Requests a signal from the system when the parent process dies.
 
     A torchrun killed by SIGKILL cannot end its workers. Does nothing without torchrun, unless
-    `always` is True, and on systems other than Linux.
+    `always` is True, and on systems other than Linux. Linux means the thread that has started this
+    process: the signal also comes when that thread ends.
     """
     if sys.platform == "linux" and (always or "TORCHELASTIC_RUN_ID" in os.environ):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGTERM), 0, 0, 0)
+            ctypes.CDLL(None).prctl(set_parent_death_signal, int(number), 0, 0, 0)

@@ -196,14 +196,24 @@ class ProcessStore:
         """Returns why a process wants all processes to stop this work; None if none does."""
         return self._value(work)
 
-    def publish(self, key: str, report: Report) -> None:
-        """Publishes this process's report under `key`."""
-        self._store.set(f"{key}/{self.rank}", json.dumps(asdict(report)))
+    def publish(self, key: str, text: str) -> None:
+        """Publishes a text of this process under `key`."""
+        self._store.set(f"{key}/{self.rank}", text)
 
-    def published(self, key: str, ranks: Sequence[int]) -> dict[int, Report]:
-        """Returns the reports that the processes have published under `key`, by rank."""
+    def published(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
+        """Returns the texts that these processes, or all, have published under `key`, by rank."""
+        ranks = range(self.size) if ranks is None else ranks
         texts = {rank: self._value(f"{key}/{rank}") for rank in ranks}
-        return {rank: Report(**json.loads(text)) for rank, text in texts.items() if text}
+        return {rank: text for rank, text in texts.items() if text}
+
+    def publish_report(self, key: str, report: Report) -> None:
+        """Publishes this process's report under `key`."""
+        self.publish(key, json.dumps(asdict(report)))
+
+    def reports(self, key: str, ranks: Sequence[int]) -> dict[int, Report]:
+        """Returns the reports that the processes have published under `key`, by rank."""
+        texts = self.published(key, ranks)
+        return {rank: Report(**json.loads(text)) for rank, text in texts.items()}
 
     def _value(self, key: str) -> str | None:
         """Returns the value of a key, or None without waiting if the key is not set."""

@@ -13,6 +13,7 @@ the signal's number to a pipe (`signal.set_wakeup_fd`), which a thread reads.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 from hybridtrain.launch.activity import end_process
+from hybridtrain.launch.limits import say
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """The signals that ask a run to stop. torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers;
@@ -99,7 +101,8 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
                 _restore(previous)
                 signal.raise_signal(number)  # ends a script as it would without `fit`
                 return
-            if first is None and number == signal.SIGINT and speaks:
+            speaks_now = first is None and number == signal.SIGINT and speaks
+            if speaks_now and select.select([], [2], [], 0)[1]:  # a full pipe would block it
                 # os.write: a handler may interrupt a print
                 os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
             first = first or now
@@ -235,5 +238,5 @@ def _watch_pipe(read_end: int) -> None:
             time.sleep(0.05)
         if _block is block:
             name = signal.Signals(number).name
-            os.write(2, f"\nended by a second signal, {name}, without saving\n".encode())
+            say(f"\nended by a second signal, {name}, without saving")
             end_process(128 + number, wait_for_save=0)

@@ -607,8 +607,8 @@ class Watchdog:
             return None
         self._answer(store, folder)
         ranks = range(store.size)
-        wait_until(lambda: len(store.published("stands", ranks)) == store.size, _WAIT_FOR_STACKS_S)
-        reports = store.published("stands", ranks)
+        wait_until(lambda: len(store.reports("stands", ranks)) == store.size, _WAIT_FOR_STACKS_S)
+        reports = store.reports("stands", ranks)
         silent = [rank for rank in ranks if rank not in reports]
         if silent:
             culprit, process = silent[0], self._processes[silent[0]]
@@ -650,7 +650,7 @@ class Watchdog:
 
     def _last_seen(self, store: ProcessStore, rank: int) -> str:
         """Returns a process's last reported work, as the end of a sentence."""
-        doing = store.published("doing", [rank]).get(rank)
+        doing = store.reports("doing", [rank]).get(rank)
         return f", last seen {doing.what}" if doing else ""
 
     def _watch(self) -> None:
@@ -690,7 +690,7 @@ class Watchdog:
                     self._end(lost)
                 doing = summary(record)
                 if doing != published and work.phase is not Phase.SETUP:
-                    self._store.publish("doing", Report(doing, 0))
+                    self._store.publish_report("doing", Report(doing, 0))
                     published = doing
             # between two steps another process may take long: only who waits in a step may judge
             if overdue >= 0 and work.phase is not Phase.WAIT and self._all_stand():
@@ -713,7 +713,7 @@ class Watchdog:
         if not self._answered:
             self._answered = True
             seen = replace(report(self._activity), idle_s=self._progress.idle_s())
-            store.publish("stands", seen)
+            store.publish_report("stands", seen)
             # the folder may be on the disk that does not answer
             with suppress(OSError, RuntimeError):
                 within(PRINT_S, write_stacks, (self.stacks or folder) / f"rank_{store.rank}.txt")

@@ -1,8 +1,9 @@
-"""Compares what the scripts of the ranks set: modules, losses and optimizers, once.
+"""Compares what the scripts of the ranks set: modules, losses and optimizers.
 
-    construction    modules: their classes and plain attributes, such as the rate of a dropout
-    first step      the loss
-    first update    classes and groups of the optimizers
+    construction                modules: their classes and plain attributes, such as of a dropout
+    first step                  the loss
+    updates 1, 2, 4, 8, ...     classes and groups of the optimizers, so that learning rates that
+                                a schedule sets differently are found, too
 
 A rank whose script differs in one of these would train its stages or its replica differently, and
 nothing else would notice. What must not differ is an error. What may differ on purpose, such as a
@@ -12,19 +13,22 @@ number that only the user's code reads, is a warning.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hybridtrain._base.rank_differences import (
+    RankFacts,
     check_same,
     differences,
     facts_here,
@@ -44,7 +48,7 @@ _ALIKE = "run the same script with the same settings on all ranks"
 _NO_SETTINGS = ("params", "param_names", "foreach", "fused")
 
 
-_NONE = -(1 << 62)  # below every digest, and its negative
+Gather = Callable[[RankFacts], Sequence[RankFacts]]
 
 
 def check_same_modules(net: nn.Module, world: World) -> None:
@@ -67,7 +71,7 @@ def check_same_modules(net: nn.Module, world: World) -> None:
         for target, values in zip((facts, alike), settings_of(module), strict=True):
             target.update({f"{k}= of {layer} ({kind.__qualname__})": v for k, v in values.items()})
     if len(set(world.gather(_digest((facts, alike))))) > 1:  # the facts of a large model are long
-        _compare(world, facts, alike)
+        _compare(world.gather, facts, alike, world.is_main)
 
 
 def settings_of(value: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -82,34 +86,34 @@ def _digest(facts: Any) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
-def _compare(world: World, facts: Mapping[str, str], alike: Mapping[str, str]) -> None:
-    """Compares facts over the ranks; a collective call.
+def _compare(
+    gather: Gather, facts: Mapping[str, str], alike: Mapping[str, str], warns: bool
+) -> None:
+    """Compares facts over the ranks.
 
     Args:
-        world: the ranks.
+        gather: returns the facts of the ranks; a collective call, or see `_published`.
         facts: must be equal on all ranks that know them.
-        alike: may differ; rank 0 warns about the first difference.
+        alike: may differ.
+        warns: whether this rank warns about the first difference in `alike`.
 
     Raises:
         ConfigError: one of `facts` differs.
     """
-    check_same(world.gather, facts, f": {_ALIKE}")
-    difference = next(differences(world.gather(facts_here(alike))), None)
-    if difference is not None and world.is_main:
+    check_same(gather, facts, f": {_ALIKE}")
+    difference = next(differences(gather(facts_here(alike))), None)
+    if difference is not None and warns:
         text = "%s differs between the ranks: %s; if that is not intended, %s"
         _log.warning(text, *difference, _ALIKE)
 
 
 class SettingsCheck:
-    """Compares the loss and the optimizers of a model over the ranks, in the first steps.
+    """Compares the loss and the optimizers of a model over the ranks.
 
-    In a custom loop, a hook on the steps of PyTorch's optimizers shows which optimizers it uses.
-    A rank may have none, so nothing waits in the hook. Ranks begin their steps at different times,
-    so a step only sends a digest, and the next one, which needs all ranks to have begun the step
-    before, reads whether the digests differ:
-
-        train_step 1   optimizer.step()   train_step 2       train_step 3
-        sets hook      seen by it         sends a digest     compares
+    In a custom loop, a hook on the first steps of PyTorch's optimizers shows which of them are the
+    model's. Ranks begin their steps at different times, and one may have no optimizer, so nothing
+    waits: each rank publishes the settings of its own in the store, and compares them with those
+    that the others have published. The last rank sees all. Its error ends the others.
 
     Args:
         world: the ranks.
@@ -118,12 +122,16 @@ class SettingsCheck:
         has_loss: whether the loss has been compared.
     """
 
+    _models = itertools.count()  # created in the same order on all ranks
+
     def __init__(self, world: World) -> None:
         self._world = world
-        self._has_optimizers = self.has_loss = world.size == 1
-        self._steps = 0
+        self._number = next(self._models)
+        self.has_loss = world.size == 1
+        self._is_told = world.size == 1 or world.watchdog is None
+        self._has_compared = False
+        self._steps = self._updates = 0
         self._seen: list[Optimizer] = []
-        self._sent: tuple[list[Optimizer], Tensor, dist.Work] | None = None
         self._held: set[int] = set()  # the ids of the model's parameters
         self._hook: RemovableHandle | None = None
 
@@ -134,12 +142,10 @@ class SettingsCheck:
             ConfigError: another rank has another loss.
         """
         self.has_loss = True
-        _compare(self._world, facts, alike)
+        _compare(self._world.gather, facts, alike, self._world.is_main)
 
     def begin_step(self, pipeline: Pipeline) -> None:
-        """Begins a step that averages gradients; compares the optimizers of earlier ones.
-
-        It sends digests in the second, fourth, eighth... step, until an optimizer has been seen.
+        """Begins a step that averages gradients; compares the optimizers that have stepped before.
 
         Args:
             pipeline: the model's pipeline.
@@ -147,25 +153,16 @@ class SettingsCheck:
         Raises:
             ConfigError: see `check_optimizers`.
         """
-        if self._has_optimizers:
+        if self._is_told:
             return
-        self._steps += 1
-        if self._hook is None:
+        before, self._steps = self._steps, self._steps + 1
+        if before == 0:
             self._held = set(map(id, pipeline.trained))
             self._hook = _on_steps(self)
-        elif self._sent is not None:
-            (seen, values, work), self._sent = self._sent, None
-            work.wait()
-            largest, minus_smallest = values.tolist()
-            if largest == -minus_smallest:  # on all ranks that have seen an optimizer
-                self._end()
-            elif largest > _NONE:
-                self.check_optimizers(seen, pipeline.stages)
-        elif self._steps & (self._steps - 1) == 0:
-            seen = list(self._seen)
-            number = int(_digest(optimizer_facts(seen)), 16) >> 2
-            values = torch.tensor([number, -number] if seen else [_NONE, _NONE])
-            self._sent = seen, values, self._world.begin_max(values)
+        elif before & (before - 1) == 0 and self._seen:
+            self._remove_hook()
+            gather = partial(_published, self._world, f"optimizers/{self._number}/{before}")
+            self._compare(gather, self._seen, pipeline.stages, warns=True)
 
     def saw(self, optimizer: Optimizer) -> None:
         """Records that an optimizer takes a step."""
@@ -175,7 +172,7 @@ class SettingsCheck:
             self._seen.append(optimizer)
 
     def check_optimizers(self, optimizers: Sequence[Any], stages: Sequence[ForwardStage]) -> None:
-        """Compares the optimizers over the ranks, once; a collective call.
+        """Compares the optimizers over the ranks, in updates 1, 2, 4, 8...; a collective call.
 
         Ranks with the same stages must have the same groups. The groups of different stages may be
         different on purpose, for example by layer, so a difference is a warning.
@@ -187,19 +184,36 @@ class SettingsCheck:
         Raises:
             ConfigError: a class, a default or a group differs.
         """
-        if self._has_optimizers:
+        before, self._updates = self._updates, self._updates + 1
+        if self._world.size == 1 or before & self._updates:
             return
-        self._end()
+        self._is_told = True
+        self._remove_hook()
+        self._compare(self._world.gather, optimizers, stages, self._world.is_main)
+
+    def _compare(
+        self, gather: Gather, optimizers: Sequence[Any], stages: Sequence[ForwardStage], warns: bool
+    ) -> None:
         everywhere, in_stage = optimizer_facts(optimizers)
         is_divided = self._world.processes_per_replica > 1
         where = f" (stage {', '.join(str(stage.index) for stage in stages)})" * is_divided
         here = everywhere | {f"{name}{where}": text for name, text in in_stage.items()}
-        _compare(self._world, here, in_stage if is_divided else {})
+        warns, self._has_compared = warns and not self._has_compared, True
+        _compare(gather, here, in_stage if is_divided else {}, warns)
 
-    def _end(self) -> None:
-        self._has_optimizers, self._seen = True, []
+    def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
+            self._hook = None
+
+
+def _published(world: World, key: str, here: RankFacts) -> list[RankFacts]:
+    """Publishes the facts of this rank; returns those of all that have done so, without waiting."""
+    assert world.watchdog is not None
+    store = world.watchdog.store
+    store.publish(key, json.dumps(asdict(here)))
+    known = {rank: RankFacts(**json.loads(text)) for rank, text in store.published(key).items()}
+    return [known.get(rank, RankFacts({}, "")) for rank in range(world.size)]
 
 
 def _on_steps(check: SettingsCheck) -> RemovableHandle:

@@ -30,7 +30,8 @@ KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3
 # given more time, and if it gets a signal, which ends a process that has not begun to train.
 AFTER_STEPS = {"setup": 0}.get(PHASE, 3 if KIND in ("sleep", "stop", "interrupt") else 1)
 AFTER_SAMPLES = 40  # in a data worker, which knows no steps
-done = {"steps": 0, "samples": 0, "signals": 0}
+done = {"steps": 0, "samples": 0, "signals": 0, "reads": 0}
+BATCH = 16
 
 
 def fault(phase: str) -> None:
@@ -67,9 +68,12 @@ def fault(phase: str) -> None:
         time.sleep(10_000)
     if KIND == "memory":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, limit))
-        torch.ones(2**28)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, before[1]))
+        try:
+            torch.ones(2**28)
+        finally:  # the next thread must start
+            resource.setrlimit(resource.RLIMIT_AS, before)
     if KIND == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
 
@@ -110,11 +114,14 @@ class FaultySGD(SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does a step."""
-        fault("optimizer")
-        if KIND == "disk":
+        # the command line tries its optimizer before the processes meet, after its first batch
+        trains = PHASE == "worker" or done["reads"] > BATCH
+        if trains:
+            fault("optimizer")
+        if trains and KIND == "disk":
             fault("save")
         super().step(closure)
-        done["steps"] += 1
+        done["steps"] += trains
 
 
 class FaultyData(Dataset[tuple[Tensor, int]]):
@@ -127,6 +134,7 @@ class FaultyData(Dataset[tuple[Tensor, int]]):
         return 128
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        done["reads"] += 1
         if self._trains:
             fault("data")
         return torch.randn(16, generator=torch.Generator().manual_seed(index)), index % 4
@@ -155,7 +163,7 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
         session = Session(world=world, **options)
         net = model()
         optimizer: Any = FaultySGD(net.parameters(), lr=0.01)
-        loaders = [DataLoader(s, 16, num_workers=workers) for s in (splits.train, splits.eval)]
+        loaders = [DataLoader(s, BATCH, num_workers=workers) for s in (splits.train, splits.eval)]
         hybrid, optimizer, batches, held_out = session.prepare(net, optimizer, *loaders)
         while session.steps < steps:
             for inputs, targets in batches:
@@ -171,10 +179,10 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
         return
     hybrid = HybridModel(model(), world, **options)
     optimizer = FaultySGD(hybrid.parameters(), lr=0.01)
-    loader = Loader(splits.train, 16, world, workers=workers)
-    held_out = EvalLoader(splits.eval, 16, world)
+    loader = Loader(splits.train, BATCH, world, workers=workers)
+    held_out = EvalLoader(splits.eval, BATCH, world)
     if level == "trainer":
-        counts = TrainerOptions(steps=steps, log_every=4, eval_every=4)
+        counts = TrainerOptions(steps=steps, log_every=4, eval_every=4, max_skipped=2)
         Trainer(hybrid, optimizer, loss, loader, counts, evaluation=held_out).fit()
     while level == "loop" and done["steps"] < steps:
         for batch in loader.batches():
@@ -188,4 +196,8 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "command":  # in a process that `table` has forked
+        from hybridtrain.cli import main
+
+        sys.exit(main(sys.argv[2:]))
     train(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]))

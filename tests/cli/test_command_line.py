@@ -2,11 +2,15 @@
 
 import csv
 import io
+import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,7 @@ from hybridtrain.cli.config.compose import compose_config, compose_settings
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.config.sweeps import sweep_choices
+from hybridtrain.cli.run import errors
 from hybridtrain.cli.run.dry_run import dry_run_name, run_dry
 from hybridtrain.cli.run.errors import LastingStream
 from hybridtrain.cli.run.sweep import names_of
@@ -414,11 +419,71 @@ class Closed(io.StringIO):
 
 
 def test_a_stream_that_nobody_reads_goes_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = LastingStream(Closed())
+    stream = LastingStream(Closed(), patience_s=0)
     assert stream.write("three") == 5
     assert stream.broken
     stream.flush()
     assert not stream.isatty()
+
+
+def fill(pipe: int) -> None:
+    """Writes to a pipe until it is full."""
+    os.set_blocking(pipe, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"x" * 4096)
+    os.set_blocking(pipe, True)
+
+
+def test_a_stream_drops_what_a_full_pipe_cannot_take_until_it_is_read_again() -> None:
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb") as reader, open(write_end, "w") as pipe:
+        stream = LastingStream(pipe, patience_s=0)
+        long = "long\n" * 20_000
+        assert stream.write(long) == len(long)  # more than a pipe takes
+        taken = len(long) - stream.dropped
+        assert 4096 <= taken < len(long)
+        assert reader.read(taken).decode() == long[:taken]
+        stream.write("read again")
+        stream.flush()
+        assert reader.read(10) == b"read again"
+    assert not stream.broken
+
+
+@pytest.fixture
+def full_pipe() -> Iterator[int]:
+    """The end to write to of a full pipe that nobody reads."""
+    read_end, write_end = os.pipe()
+    fill(write_end)
+    yield write_end
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_a_command_that_fails_ends_while_its_stderr_is_full(
+    full_pipe: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "STDERR_S", 0.1)
+    with open(full_pipe, "w", closefd=False) as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        assert main(["recipe=nope"]) == 2
+
+
+def test_a_command_whose_stdout_is_full_from_its_start_says_what_is_missing(
+    full_pipe: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(errors, "STDOUT_S", 0.1)
+    with open(full_pipe, "w", closefd=False) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["--version"]) == 1
+    assert re.search(r"nobody read stdout .* lacks \d+ characters$", capfd.readouterr().err.strip())
+
+
+@pytest.mark.thorough
+def test_training_goes_on_while_its_stderr_is_full_from_its_start(full_pipe: int) -> None:
+    command = [sys.executable, "-m", "hybridtrain", *QUICK]
+    assert subprocess.run(command, stderr=full_pipe, env=environment(), timeout=300).returncode == 0
+    assert json.loads(Path("outputs/digits/summary.json").read_text())["steps"] == 2
 
 
 @pytest.mark.thorough

@@ -105,6 +105,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
     assert said.count("shapes cannot be multiplied") == 1
     assert "in layer 'fc1', with the input float32[8, 256]" in said
     assert "micro-batch 0 on stage 1" in said
+    assert said.count("site-packages/torch") == 1  # the innermost frame, of the layer
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from support import forked
 from support.launch import COMMAND_LINE, SMALL, environment, forked_command, torchrun
 
 from hybridtrain.cli import main
+from hybridtrain.launch import free_port
 
 QUICK = [*SMALL, "monitor.tensorboard=false"]
 
@@ -144,6 +145,25 @@ def test_processes_that_srun_starts_train_together() -> None:
     ]
     weights = load_file("outputs/digits/checkpoints/step_00000004/model.safetensors")
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def test_an_error_before_the_processes_meet_ends_those_that_no_launcher_ends() -> None:
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    outputs = [Path(f"said{rank}") for rank in (0, 1)]
+    processes = []
+    try:
+        for rank, output in enumerate(outputs):
+            started = environment({**shared, "RANK": str(rank)})
+            arguments = [str(output), *QUICK, *["optim.lr=-1"] * rank]
+            processes.append(forked.start(COMMAND_LINE, arguments, started, output))
+        for process in processes:
+            process.join(200)
+    finally:
+        forked.end(processes)
+    said = [output.read_text() for output in outputs]
+    assert [process.exitcode for process in processes] == [2, 2], said
+    assert "rank 1 failed before joining the other processes: optim.lr=-1.0: " in said[0]
+    assert said[1] == ""
 
 
 def is_free(port: int) -> bool:

@@ -12,7 +12,7 @@ from scripts.reliability.table import Outcome, run
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc"),
-    pytest.mark.timeout(600),  # several launches in one test
+    pytest.mark.timeout(1200),  # several launches in one test
 ]
 
 LAST = "checkpoints/step_00000010"

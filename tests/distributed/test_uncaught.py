@@ -48,6 +48,15 @@ def test_an_uncaught_error_is_the_last_line_of_every_process(
         assert ("Traceback" in said) is (rank == who)
 
 
+def test_another_learning_rate_of_one_rank_in_a_custom_loop_ends_all_processes(tmp_path):
+    values = f"0.1 on rank 0 ({HOST}), 1.0 on rank 1 ({HOST})"
+    for code, said in last_words(tmp_path, "own", "rate", "1"):
+        assert code == 1, said
+        last = said.splitlines()[-1]
+        assert last.startswith("error: rank ")
+        assert f" failed: lr= of the optimizer differs between the ranks: {values}: run" in last
+
+
 def test_a_process_that_leaves_too_early_is_named(tmp_path):
     (code, said), (_, of_the_other) = last_words(tmp_path, "own", "leaves", "1")
     assert "the end was reached" in of_the_other

@@ -41,6 +41,7 @@ HELD_BY = {
     "The job ends within seconds": [
         "test_an_end_waits_for_the_checkpoint_that_is_being_written",
         "test_a_stopped_data_worker_ends_with_its_process",
+        "test_a_worker_that_is_stopped_ends_with_a_process_that_is_killed",
         "test_a_process_of_another_container_is_never_taken_for_one_of_this_host",
     ],
     # Ranks that differ
@@ -60,6 +61,8 @@ HELD_BY = {
     ],
     "`Trainer`, `Session` and `OptimizerStep` compare": [
         "different_data: another optimizer on one rank",
+        "different_data: another schedule of learning rates on one rank",
+        "test_another_learning_rate_of_one_rank_in_a_custom_loop_ends_all_processes",
         "different_data: other parameter groups on one rank of a stage",
     ],
     "Data sets, batch sizes and the options": [
@@ -121,6 +124,12 @@ HELD_BY = {
         "test_an_error_of_rank_0_reaches_a_process_that_looks_when_rank_0_has_ended",
         "test_a_process_ends_of_a_failure_also_where_the_store_has_gone",
         "test_the_watchdog_ends_a_run_whose_terminal_is_gone",
+    ],
+    "If stderr is a full pipe": [
+        "test_a_stream_drops_what_a_full_pipe_cannot_take_until_it_is_read_again",
+        "test_a_command_that_fails_ends_while_its_stderr_is_full",
+        "test_a_command_whose_stdout_is_full_from_its_start_says_what_is_missing",
+        "test_training_goes_on_while_its_stderr_is_full_from_its_start",
     ],
     # Interruptions
     "SIGTERM, SIGINT (Ctrl-C), SIGHUP and SIGUSR1": [

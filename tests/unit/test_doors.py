@@ -88,7 +88,8 @@ INSIDE = """
     launch.environment unit/launch/test_meeting.py unit/launch/test_world.py
     launch.meeting unit/launch/test_meeting.py
     launch.notebook unit/observe/test_notebook.py
-    launch.process_id unit/launch/test_meeting.py unit/launch/test_watchdog.py
+    launch.process_id unit/data/test_data_faults.py unit/launch/test_meeting.py
+    launch.process_id unit/launch/test_watchdog.py
     launch.process_store unit/launch/test_watchdog.py
     launch.signals unit/launch/test_early_signals.py
     launch.watchdog unit/launch/test_liveness.py unit/launch/test_watchdog.py

@@ -5,8 +5,8 @@ others, which fail with the same error or a broken connection, stay quiet. A use
 Any other exception is shown with the frames of the user's files only; the rank's log has all
 frames.
 
-A result is one line of JSON. A run continues when nobody reads the two streams any more
-(`lasting_streams`).
+A result is one line of JSON. A run continues when nobody reads the two streams any more, and when
+a pipe is full (`lasting_streams`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import json
 import logging
 import math
 import os
+import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -48,6 +50,7 @@ from hybridtrain.launch import (
     first_failure,
     ignore_signals,
     in_one_line,
+    launcher_serves_store,
     restore_signals,
     say,
     store_gone,
@@ -61,6 +64,12 @@ from hybridtrain.launch import (
 _WAIT_FOR_RANK_0_S = 4.0
 # How long rank 0 of an interrupted run waits for the others to end.
 _WAIT_FOR_ENDS_S = 2.0
+
+# Seconds that a command waits for the reader of a full pipe before it drops what it prints.
+STDERR_S = 10.0
+STDOUT_S = 600.0
+
+_MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8
 
 _PACKAGE = Path(__file__).parents[2]
 _OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
@@ -146,13 +155,13 @@ def report_and_go_on(error: BaseException) -> int:
 def _report_before_meeting(launch: Launch, text: str, line: str, at: float) -> None:
     """Prints an error from before this process joined the others, unless rank 0 does.
 
-    torchrun ends all processes when one fails. Slurm does not by default, so under Slurm this
-    process notifies the others.
+    torchrun ends all processes when one fails. Slurm does not by default, nor does a shell, so
+    without torchrun this process notifies the others.
     """
     if launch.rank == 0:
         _say(text, line, at)
     said = None
-    if launch.launcher == "slurm" and launch.problem is None:
+    if not launcher_serves_store(os.environ) and launch.problem is None:
         said = tell_failure(launch, os.environ, line, _WAIT_FOR_RANK_0_S)
     elif launch.rank != 0:
         time.sleep(_WAIT_FOR_RANK_0_S)
@@ -194,13 +203,11 @@ def _short_traceback(error: BaseException) -> str:
 def _is_the_users(path: str) -> bool:
     if path.startswith(_OWN_MODELS):
         return True
-    if path.startswith((str(_PACKAGE), str(Path(os.__file__).parent) + os.sep, "<")):
-        parts = Path(path).parts
-        if "site-packages" not in parts:
-            return False
+    parts = Path(path).parts
+    if "site-packages" in parts:  # of the interpreter, or of a virtual environment anywhere
         package = parts[parts.index("site-packages") + 1]
         return package not in (*_FOLDED, _PACKAGE.name)
-    return True
+    return not path.startswith((str(_PACKAGE), str(Path(os.__file__).parent) + os.sep, "<"))
 
 
 def _say(text: str, line: str, at: float, on: str = "") -> None:
@@ -237,29 +244,58 @@ def _write_to_log(error: BaseException) -> None:
 
 
 class LastingStream:
-    """A text stream that goes silent instead of raising when nobody reads it any more.
+    """A text stream that goes silent where a write would raise, or would block for too long.
 
-    A run continues when its terminal closes or `| head` exits.
+    A run continues when its terminal closes, when `| head` exits, and when nobody reads a full
+    pipe. What a full pipe cannot take is dropped until somebody reads it again.
+
+    Args:
+        stream: the stream.
+        patience_s: seconds to wait for the reader of a full pipe.
+
+    Attributes:
+        broken: whether the stream has no reader any more.
+        dropped: the number of characters that a full pipe has not taken.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, patience_s: float) -> None:
         self._stream = stream
+        self._patience_s = patience_s
+        self._pipe = _pipe_of(stream)
+        self._is_full = False
         self.broken = False
+        self.dropped = 0
 
     def write(self, text: str) -> int:
         """Writes `text`, or nothing if the stream is broken."""
         if not self.broken:
             try:
-                self._stream.write(text)
+                if self._pipe is None:
+                    self._stream.write(text)
+                else:
+                    self._write_to_pipe(self._pipe, text)
             except (OSError, ValueError) as error:  # ValueError: it is closed
                 if isinstance(error, UnicodeError):
                     raise
                 self.broken = True
         return len(text)
 
+    def _write_to_pipe(self, pipe: int, text: str) -> None:
+        # A pipe that is ready takes so many bytes without blocking. Each piece is flushed, so that
+        # the buffer is empty, and the interpreter does not wait for the reader at its end.
+        step = select.PIPE_BUF // _MOST_BYTES_OF_A_CHARACTER
+        for start in range(0, len(text), step):
+            wait_s = 0 if self._is_full else self._patience_s
+            self._is_full = not select.select([], [pipe], [], wait_s)[1]
+            if self._is_full:
+                self.dropped += len(text) - start
+                return
+            self._stream.write(text[start : start + step])
+            self._stream.flush()
+
     def flush(self) -> None:
         """Flushes the stream, if it is not broken."""
-        if not self.broken:
+        if not self.broken and self._pipe is None:
             try:
                 self._stream.flush()
             except (OSError, ValueError):
@@ -275,14 +311,27 @@ class LastingStream:
         return getattr(self._stream, name)
 
 
+def _pipe_of(stream: TextIO) -> int | None:
+    """Returns the file descriptor of a stream that is a pipe, else None."""
+    try:
+        descriptor = stream.fileno()
+        return descriptor if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else None
+    except (OSError, ValueError):  # a file in memory, or closed
+        return None
+
+
 @contextmanager
-def lasting_streams() -> Iterator[None]:
-    """Replaces stdout and stderr by `LastingStream`s until the end of the block."""
+def lasting_streams() -> Iterator[LastingStream]:
+    """Replaces stdout and stderr by `LastingStream`s until the end of the block; yields stdout's.
+
+    What is printed on stderr is also in the log of a run. What is printed on stdout is the result
+    of a command, and its reader may be a person who turns the pages.
+    """
     before = sys.stdout, sys.stderr
-    streams = LastingStream(before[0]), LastingStream(before[1])
+    streams = LastingStream(before[0], STDOUT_S), LastingStream(before[1], STDERR_S)
     sys.stdout, sys.stderr = streams
     try:
-        yield
+        yield streams[0]
     finally:
         sys.stdout, sys.stderr = before
         for stream in streams:

@@ -81,6 +81,16 @@ class LayerCall(ModuleCall):
         return (self.compiled or module._call_impl)(*args, **kwargs)
 
 
+def note_layer(error: Exception, name: str, args: Any, kwargs: Any) -> None:
+    """Adds to an error in which layer it happened, with which inputs, unless it has this note."""
+    if not hasattr(error, "_in_layer"):
+        error._in_layer = name  # type: ignore[attr-defined]
+        error.add_note(f"in layer {name!r}, with the input {describe((args, kwargs))}")
+        for sign, hint in error_hints().items():
+            if sign in str(error):
+                error.add_note(hint)
+
+
 def install(modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
     """Makes calls of `modules` known to trips; a second time changes the device alone.
 
@@ -211,13 +221,7 @@ class LayersOfStage:
                 return self._calls[position](*args, **kwargs)
             return self._run_closely(position, trip, args, kwargs)
         except Exception as error:
-            if not hasattr(error, "_in_layer"):
-                name = self.layers[position].name
-                error._in_layer = name  # type: ignore[attr-defined]
-                error.add_note(f"in layer {name!r}, with the input {describe((args, kwargs))}")
-                for sign, hint in error_hints().items():
-                    if sign in str(error):
-                        error.add_note(hint)
+            note_layer(error, self.layers[position].name, args, kwargs)
             raise
 
     def _run_closely(self, position: int, trip: Trip, args: Any, kwargs: Any) -> Any:

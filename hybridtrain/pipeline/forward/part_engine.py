@@ -26,6 +26,7 @@ from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import (
     FakeTensorMode,
 )
+from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, arguments_of
 from hybridtrain.partitioning import PlannedLayers, copy_of, fake_like
 from hybridtrain.pipeline.engine import Step
@@ -151,7 +152,7 @@ class PartEngine(ForwardEngine):
             rehearsal = self.known.get(kind)
             if rehearsal is None:
                 model = model or [self._copy()]
-                rehearsal = self._rehearse(step, step.source(microbatch), model[0])
+                rehearsal = self._rehearse(step, microbatch, model[0])
                 if len(self.known) == _KINDS:
                     del self.known[next(iter(self.known))]
                 self.known[kind] = rehearsal
@@ -211,13 +212,21 @@ class PartEngine(ForwardEngine):
         inside = {id(t) for layer in layers for t in layer.module.buffers()}
         return {id(t): t for t in self._model.net.buffers() if id(t) not in inside}
 
-    def _rehearse(self, step: Step, inputs: Any, model: Model) -> Rehearsal:
-        """Runs the forward of a copy of the model on fake tensors."""
+    def _rehearse(self, step: Step, microbatch: int, model: Model) -> Rehearsal:
+        """Runs the forward of a copy of the model on fake tensors, as of a micro-batch."""
         trains = step.makes_graphs
         draws = self._rng.rehearsing().drawing_in_part(0)
         trip = RehearsalTrip(self._mode_of_copies, model, draws, trains)
-        with torch.random.fork_rng([]), torch.set_grad_enabled(trains), skip_scope({}):
-            return trip.go(arguments_of(model.net, inputs), step.thread_state.autocast())
+        arguments = arguments_of(model.net, step.source(microbatch))
+        try:
+            with torch.random.fork_rng([]), torch.set_grad_enabled(trains), skip_scope({}):
+                return trip.go(arguments, step.thread_state.autocast())
+        except UserError:  # about the model as a whole
+            raise
+        except Exception as error:
+            where = f"micro-batch {microbatch} on stage {trip.stage}"
+            error.add_note(f"in the forward of {where}, on tensors without values")
+            raise
 
     def _model_of_copy(self, copy: nn.Module) -> Model:
         model, planned = self._model, self._planned

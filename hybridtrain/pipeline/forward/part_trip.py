@@ -35,12 +35,13 @@ from hybridtrain._base.torch_private import (
     push_function_mode,
 )
 from hybridtrain._base.values import leaves_of
-from hybridtrain.errors import SplitError, setting
+from hybridtrain.errors import SplitError, UserError, setting
 from hybridtrain.graph import Layer
 from hybridtrain.partitioning import copy_of
 from hybridtrain.pipeline.autograd_graph import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import DESCRIBING, PLAIN, Cut, CutValue, Glue
+from hybridtrain.pipeline.forward.layers import note_layer
 from hybridtrain.pipeline.forward.rehearsal import (
     InputElsewhere,
     LayerOutput,
@@ -454,7 +455,13 @@ class RehearsedLayers:
             trip.rehearsal.outputs.append(output.after(trip.draws.counts))
             return output.new(trip._mode, device, (args, kwargs))
         draws_before = trip.draws.operations
-        returned = trip.on_fakes(self._modules[position], args, kwargs)
+        try:
+            returned = trip.on_fakes(self._modules[position], args, kwargs)
+        except UserError:  # about the model as a whole
+            raise
+        except Exception as error:
+            note_layer(error, trip.layer.name, args, kwargs)
+            raise
         values = (returned, trip.stashed(trip.layer)) if stashes else returned
         leaves_of(values)  # registers dataclasses
         output = LayerOutput(values, (args, kwargs), trip.draws.counts)

@@ -207,7 +207,7 @@ def pipeline():
 def own_loop(world, net, make_optimizer, loss):
     model = HybridModel(net, world, chunks=2)
     optimizer = make_optimizer(model.parameters())
-    for _ in range(3):  # the third step compares the optimizers of the first one
+    for _ in range(2):
         model.train_step(floats(4, 4), floats(4, 4, seed=1), loss)
         optimizer.step()
 
@@ -275,7 +275,20 @@ def add_setting(name, place, other, what, values, level, engine):
 for level in (own_loop, with_session, with_trainer):
     for engine in ("local", "distributed"):
         for other in OTHERS:
-            add_setting(*other, level, engine)
+            if level is not own_loop or other[1] != 1:  # see test_uncaught.py
+                add_setting(*other, level, engine)
+
+
+@cells.add("another schedule of learning rates on one rank is an error before the second update")
+def _(world):
+    model = HybridModel(nn.Linear(4, 4), world)
+    optimizer = OPTIMIZER(model.parameters())
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=(0.5, 0.1)[world.rank])
+    options = {"lr_schedule": rates, "steps": 3}
+    trainer = Trainer(model, optimizer, F.mse_loss, Loader(arrays(), 4, world), **options)
+    with pytest.raises(ConfigError, match="lr= of parameter group 0") as raised:
+        trainer.fit()
+    assert on_each_rank((0.05, 0.1 * 0.1)) in str(raised.value)
 
 
 def warnings_of(script, *arguments):
@@ -294,10 +307,10 @@ def _(world):
     optimizer, net = in_groups(weight_decay=0.5 * world.rank), nn.Linear(4, 4)
     groups = "weight_decay= of parameter group 0 of the optimizer differs between the ranks: "
     with pytest.raises(ConfigError, match=groups) as raised:
-        own_loop(world, net, optimizer, F.mse_loss)
+        with_session(world, net, optimizer, F.mse_loss)
     assert on_each_rank((0.0, 0.5)) in str(raised.value)
     net = nn.Sequential(net, nn.Linear(4, 4))
-    warned = warnings_of(own_loop, pipeline(), net, optimizer, F.mse_loss)
+    warned = warnings_of(with_session, pipeline(), net, optimizer, F.mse_loss)
     assert len(warned) == world.is_main
     assert all(text.startswith(groups + on_each_rank((0.0, 0.5))) for text in warned)
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from hybridtrain import Trainer
 from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.errors import DataError
 from hybridtrain.launch import activity
+from hybridtrain.launch.process_id import process_state
 from hybridtrain.options import LoaderOptions
 
 INPUTS = torch.arange(12.0).view(12, 1)
@@ -89,6 +91,30 @@ def test_a_worker_that_fails_is_one_line_and_no_hang(happens, message):
     assert "\n" not in str(caught.value)
     for name in ("DataLoader", "Traceback"):
         assert name not in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell a process's end")
+def test_a_worker_that_is_stopped_ends_with_a_process_that_is_killed():
+    read_end, write_end = os.pipe()
+
+    def stops():
+        os.write(write_end, f"{os.getpid()}\n".encode())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def reads():
+        list(evaluation(Failing(stops), workers=1))
+
+    process = multiprocessing.get_context("fork").Process(target=reads)
+    process.start()
+    with open(read_end) as pids:
+        worker = int(pids.readline())
+    os.close(write_end)
+    process.kill()
+    process.join()
+    deadline = time.monotonic() + 20
+    while (state := process_state(worker)) is not None and state[0] != "Z":
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
 
 
 def test_without_workers_the_error_keeps_its_cause():

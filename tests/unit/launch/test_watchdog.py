@@ -198,7 +198,7 @@ def test_what_a_process_was_doing_last_is_said_in_words_of_its_schedule():
     lanes[1].begin(Action("F", 1, 2))
     assert summary(record) == "in the forward of micro-batch 2 on stage 1 (step 3: train)"
     watch = Watchdog(ProcessStore(None, 0, 1), 10, 600, record)
-    watch.store.publish("doing", Report(summary(record), 0))
+    watch.store.publish_report("doing", Report(summary(record), 0))
     assert watch._last_seen(watch.store, 0).endswith(f" {summary(record)}")
 
 

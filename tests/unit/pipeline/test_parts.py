@@ -157,6 +157,31 @@ def test_of_equal_layers_with_equal_inputs_one_is_rehearsed() -> None:
     assert Noted.seen.count(Tensor) == 6
 
 
+class Fails(nn.Linear):
+    """Fails from some time on."""
+
+    now: ClassVar[bool] = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Fails.now:
+            raise ArithmeticError("boom")
+        return super().forward(x)
+
+
+def test_an_error_in_a_rehearsal_names_the_layer_the_stage_and_the_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = Net()
+    net.c = Fails(8, 8)
+    parts = Parts(net, 2, batch()[0], split=["c"])
+    monkeypatch.setattr(Fails, "now", True)
+    with pytest.raises(ArithmeticError, match="boom") as raised:
+        parts.step(*batch())
+    layer, where = raised.value.__notes__
+    assert layer.startswith("in layer 'c', with the input float32[")
+    assert where == "in the forward of micro-batch 0 on stage 1, on tensors without values"
+
+
 class Configured(Net):
     """Its code asks a config and a list, which a caller may change between steps."""
 
