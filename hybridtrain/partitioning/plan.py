@@ -194,7 +194,7 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 # Keys that are missing in plans of earlier versions, or have their defaults.
-_OPTIONAL = ("actions", "speed", "on_device")
+_OPTIONAL = ("actions", "speed", "on_device", "later_bytes", "kept_bytes")
 
 
 def _parsed(kind: Any, value: Any, place: str) -> Any:

@@ -68,6 +68,8 @@ class ParallelLayout:
         recompute: `never`, `except_last`, `always` or `layers`; for `layers`, `Price.recomputed`
             lists the recomputed layers.
         arrangement: the places of unequal devices, and the shares of the replicas.
+        gradient_sums: the gradients of logical replicas that a process keeps at most while it
+            computes another one's, in copies of its gradients.
     """
 
     nb_part: int = 1
@@ -80,6 +82,7 @@ class ParallelLayout:
     shard: str = "none"
     arrangement: Arrangement = EQUAL
     offload: str = "none"
+    gradient_sums: int = 0
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:

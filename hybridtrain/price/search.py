@@ -410,13 +410,13 @@ class _Search:
     def _least_bytes(self, layout: ParallelLayout) -> float:
         """Returns an estimate of the bytes per device: an even share of weights and activations."""
         costs = self._weighed(layout)
-        alive = 1 if layout.recomputed else sum(most_in_flight(layout)) / layout.stages
+        alive = sum(most_in_flight(layout)) / layout.stages
         whole = sum(cost.weight_bytes + alive * cost.activation_bytes for cost in costs)
         return whole / layout.nb_part
 
     def _weighed(self, layout: ParallelLayout) -> list[LayerCost]:
         """Returns the costs with weight bytes, and with the least activation bytes possible."""
-        single = layout.recompute == "layers"
+        single = layout.recompute in ("layers", "always", "except_last")
         return self._weighed_at(layout.samples(self._work), layout.replicas, layout.shard, single)
 
     def _weighed_of(self, samples: int, replicas: int, shard: str, single: bool) -> list[LayerCost]:
