@@ -143,6 +143,9 @@ class Plan:
                     del stage[name]
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
+                for name in ("later_bytes", "kept_bytes"):
+                    if not cost[name]:
+                        del cost[name]
         form: dict[str, Any] = {"sort_keys": False, "width": 2**31, "allow_unicode": True}
         # None: write only nodes without a nested list or mapping on one line
         text: str = yaml.safe_dump(content, default_flow_style=None, **form)

@@ -111,9 +111,8 @@ def counted_work(
         precision: returns the context of the forward.
     """
     counter = _WorkCounter(watch, inputs)
-    with count_saved(watch.parts, saved=counter.saved):
-        with counter:
-            watch.run(inputs, precision, counter)
+    with count_saved(watch.parts, saved=counter.saved), counter:
+        watch.run(inputs, precision, counter)
     return counter.result()
 
 
@@ -180,9 +179,7 @@ class _Stored:
             since: the first layer whose values count.
         """
         sizes = [
-            size
-            for first, last, size in (self.uses or {}).values()
-            if since <= first <= cut < last
+            size for first, last, size in (self.uses or {}).values() if since <= first <= cut < last
         ]
         # views of one storage overlap
         return max(max(sizes), min(sum(sizes), self.nbytes)) if sizes else 0

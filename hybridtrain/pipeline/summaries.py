@@ -51,9 +51,9 @@ def memory_bytes(pipeline: Pipeline, optimizer: Optimizer | None = None) -> list
     """Returns the peak memory so far of each stage of this process, in bytes.
 
     On a GPU this is the allocator's peak. On a CPU it is the sum of parameters, gradients, buffers,
-    the gradients of logical replicas that wait to be added, the activations of as many micro-batches
-    as the schedule keeps in flight, but for those that are offloaded the most that has been there,
-    and the state of the `optimizer`, if given.
+    the gradients of logical replicas that wait to be added, the activations of as many
+    micro-batches as the schedule keeps in flight, but for those that are offloaded the most that
+    has been there, and the state of the `optimizer`, if given.
     """
     in_flight, world = pipeline.in_flight, pipeline.world
     sums = most_waiting(world.owned_replicas, world.logical_replicas)

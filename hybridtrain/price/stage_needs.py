@@ -18,6 +18,7 @@ from hybridtrain.partitioning import (
 )
 from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.schedule import (
+    CopyTimes,
     Durations,
     Moment,
     Offloading,
@@ -375,7 +376,22 @@ def stage_times(
         _transfer_ms(hardware, layout, border, behind.input_bytes)
         for border, behind in enumerate(sums[1:])
     )
-    return StageTimes(**by_field, transfer=transfer)
+    copies = _copy_times(hardware, layout, sums)
+    return StageTimes(**by_field, transfer=transfer, copies=copies)
+
+
+def _copy_times(
+    hardware: Hardware, layout: ParallelLayout, stages: Sequence[StageSums]
+) -> CopyTimes | None:
+    """Returns the milliseconds of the copies; None: nothing is copied, or the rates are unknown."""
+    rates = hardware.host_copies
+    if layout.offload == "none" or rates is None:
+        return None
+    recomputed = layout.recompute in ("always", "except_last")
+    moved = [sum(_moved_bytes(sums, layout.offload, recomputed)) for sums in stages]
+    away, back = (tuple(nbytes / rate * 1e3 for nbytes in moved) for rate in rates[:2])
+    slowed = min(rates[:2]) / rates[2]
+    return CopyTimes(away, back, slowed, offloading_on(hardware.device))
 
 
 def _weight_share(costs: StageSums) -> float:

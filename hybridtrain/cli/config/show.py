@@ -32,6 +32,9 @@ RARE = {
         "library_gib_per_stage",
         "action_s",
         "message_s",
+        "to_host_bytes_per_s",
+        "from_host_bytes_per_s",
+        "both_ways_bytes_per_s",
     ),
 }
 """Keys by group that `--cfg job` shows only if they are set."""

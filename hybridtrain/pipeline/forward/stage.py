@@ -33,9 +33,7 @@ from hybridtrain.pipeline.stage_backward import StageBackward, Start
 from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
 
-def saved_bytes(
-    roots: Sequence[Root], state: Sequence[Tensor], kept: Iterable[Tensor] = ()
-) -> int:
+def saved_bytes(roots: Sequence[Root], state: Sequence[Tensor], kept: Iterable[Tensor] = ()) -> int:
     """Returns the bytes that the backward from `roots` keeps.
 
     Of a tensor that is a part of a larger one, such as of the batch, its own bytes count.

@@ -77,8 +77,11 @@ def machine(memory_gib=1.0):
 # ---------------------------------------------------------------- what a device holds
 
 
-def peaks_by_hand(layout, kept, received, temporary):
-    """The bytes of each device between two layers and in one, action after action."""
+def peaks_by_hand(layout, stored, received, temporary):
+    """The bytes of each device between two layers and in one, action after action.
+
+    `stored` and `temporary` are by whether the layers are recomputed, and then by stage.
+    """
     lanes = make_schedule(layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device)
     again = whole_stages(layout.recompute, layout.chunks)
     found = []
@@ -91,12 +94,11 @@ def peaks_by_hand(layout, kept, received, temporary):
                 continue
             if kind == "F":
                 held["input", stage, i] = received[stage]
-            if (kind == "F") is (i not in again):
-                held["activations", stage, i] = kept[stage]
+                held["activations", stage, i] = stored[i in again][stage]
             if kind == "I" and divided:
-                held["waiting", stage, i] = WAITING * kept[stage]
+                held["waiting", stage, i] = WAITING * stored[False][stage]
             between = max(between, sum(held.values()))
-            inside = max(inside, sum(held.values()) + temporary[stage])
+            inside = max(inside, sum(held.values()) + temporary[i in again][stage])
             if kind == "W" or (kind in "BI" and not divided):
                 for what in ("input", "activations", "waiting"):
                     held.pop((what, stage, i), None)
@@ -127,7 +129,12 @@ def test_a_device_is_priced_with_the_peak_of_what_its_stages_hold_together(
     ]
     table = given_costs(lambda _: costs, [LayerSize(0, 0)] * stages)
     memory = device_memory(table, CPU, StepWork(chunks), layout, [1] * stages)
-    expected = peaks_by_hand(layout, kept, [0, *sent[:-1]], temporary)
+    # of a layer alone in its stage nothing is kept, but for what the loss saves
+    of_loss = min(kept[-1], sent[-1])
+    stored = kept, [*[0] * (stages - 1), of_loss]
+    starts = [min(a, c) for a, c in zip(kept, sent, strict=True)]
+    again = [t + a - b for t, a, b in zip(temporary, kept, starts, strict=True)]
+    expected = peaks_by_hand(layout, stored, [0, *sent[:-1]], (temporary, again))
     for device, (between, inside) in zip(memory, expected, strict=True):
         # what waits is rounded for each stage
         assert device.kept == pytest.approx(between, abs=v)
