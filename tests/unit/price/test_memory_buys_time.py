@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ from hybridtrain.price import (
     StepWork,
     choice_in_words,
     find_layouts,
+    offload_in_words,
     proposed,
 )
 from hybridtrain.price.layout import layouts
@@ -159,7 +160,8 @@ def test_a_v_of_equal_stages_is_priced_with_as_many_as_it_may_hold(name, held):
 def every_price(table, hardware, work, choices):
     """The prices of all layouts and cuts that fit, the fastest cut of each layout."""
     layers, best = len(table.sizes), {}
-    for layout in layouts(hardware, work, layers, choices):
+    narrow = [replace(choices, offload=[mode]) for mode in choices.offload]
+    for layout in chain.from_iterable(layouts(hardware, work, layers, each) for each in narrow):
         for bounds in combinations(range(1, layers), layout.stages - 1):
             counts = [b - a for a, b in pairwise((0, *bounds, layers))]
             one = price(table, hardware, work, layout, counts)
@@ -172,11 +174,46 @@ def every_price(table, hardware, work, choices):
 def test_the_choice_is_the_one_of_all_combinations_that_fit(mib):
     choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN, recompute=MODES)
     hardware, work = machine(mib / 1024), StepWork(8)
-    expected = every_price(table_of(), hardware, work, choices)
+    expected = every_price(table_of(), hardware, work, replace(choices, offload=["none"]))
     found = find_layouts(table_of(), hardware, work, choices)
     assert found[0].layout == proposed(expected).layout
     by_time = sorted(price.step_ms for price in expected)
     assert [p.step_ms for p in sorted(found, key=lambda p: p.step_ms)] == by_time[: len(found)]
+
+
+@pytest.mark.parametrize("mib", [38, 30, 24])
+def test_activations_leave_a_device_where_that_is_the_fastest_that_fits(mib):
+    choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN, recompute=MODES)
+    hardware, work = replace(machine(mib / 1024), to_host_bytes_per_s=1e11), StepWork(8)
+    expected = every_price(table_of(), hardware, work, choices)
+    found = find_layouts(table_of(), hardware, work, choices)
+    assert min(p.step_ms for p in found) == min(p.step_ms for p in expected)
+    slow = replace(hardware, to_host_bytes_per_s=1e8)
+    for machine_, is_offloaded in ((hardware, mib == 24), (slow, False)):
+        found = find_layouts(table_of(), machine_, work, choices)
+        assert (found[0].layout.offload != "none") is is_offloaded
+        line = offload_in_words(found, table_of(), machine_, work, choices)
+        assert (line is not None) is is_offloaded
+    alone = offload_in_words(find_layouts(table_of(), hardware, work, choices), *_known(hardware))
+    if mib == 24:
+        without = find_layouts(table_of(), hardware, work, replace(choices, offload=["none"]))[0]
+        assert f"the fastest plan that fits takes {without.step_ms:.1f} instead of " in alone
+
+
+def _known(hardware):
+    choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN, recompute=MODES)
+    return table_of(), hardware, StepWork(8), choices
+
+
+def test_a_machine_with_unknown_rates_of_copies_offloads_nothing_and_one_line_says_how_to_measure():
+    found = find_layouts(table_of(), machine(24 / 1024), StepWork(8), _known(CPU)[-1])
+    assert {price.layout.offload for price in found} == {"none"}
+    line = offload_in_words(found, *_known(machine(24 / 1024)))
+    assert "hybridtrain measure-machine" in line
+    assert "hardware.to_host_bytes_per_s=" in line
+    ample = machine(10)
+    found = find_layouts(table_of(), ample, StepWork(8), _known(ample)[-1])
+    assert offload_in_words(found, *_known(ample)) is None
 
 
 def test_less_memory_is_paid_for_with_time_and_never_refunded():
