@@ -191,7 +191,7 @@ def spans_of(
 
 
 class _CopyLane:
-    """The copies of a device, in both directions, beside its actions.
+    """The copies of a device in both directions, in parallel to its actions.
 
     actions       F0     F1       F2         ...  B0
     to the host      0>>>>>>  1>>>>>>             the action after the next waits for a copy

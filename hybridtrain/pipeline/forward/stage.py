@@ -36,7 +36,7 @@ from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 def saved_bytes(roots: Sequence[Root], state: Sequence[Tensor], kept: Iterable[Tensor] = ()) -> int:
     """Returns the bytes that the backward from `roots` keeps.
 
-    Of a tensor that is a part of a larger one, such as of the batch, its own bytes count.
+    A tensor that is a part of a larger one, such as the batch, counts with its own bytes.
 
     Args:
         roots: where the backward of a stage starts; it ends at the cuts before the stage.
