@@ -79,8 +79,7 @@ class Durations:
         in_parts = [b if stage == 0 else split * b for stage, b in enumerate(backward)]
         weight = [b if stage == 0 else b / 2 for stage, b in enumerate(in_parts)]
         ways = transfer or [0.0] * (len(forward) - 1)
-        times = map(tuple, (forward, backward, weight, ways, in_parts))
-        return cls(*times)
+        return cls(tuple(forward), tuple(backward), tuple(weight), tuple(ways), tuple(in_parts))
 
     @classmethod
     def equal(cls, stages: int) -> Durations:
@@ -124,7 +123,8 @@ def simulate(
     """
     weights = [0.5 * b for b in backward] if weight is None else weight
     ways = [0.0] * (schedule.stages - 1) if transfer is None else transfer
-    return Durations(*map(tuple, (forward, backward, weights, ways))).spans(schedule)
+    durations = Durations(tuple(forward), tuple(backward), tuple(weights), tuple(ways))
+    return durations.spans(schedule)
 
 
 def spans_for(
@@ -205,7 +205,7 @@ class _CopyLane:
     def __init__(self, schedule: Schedule, times: CopyTimes) -> None:
         self._copies = offload_copies(schedule, times.offloading)
         self._times = times
-        self._is_alone = times.offloading == "overlapped"  # beside the actions of the device
+        self._is_alone = times.offloading == "overlapped"  # in parallel
         self._clocks = {False: 0.0, True: 0.0}  # of each direction, by `CopySpan.back`
         self._left: list[float] = []  # when what left after each action is away
         self._away: dict[Held, float] = {}
