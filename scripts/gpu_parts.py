@@ -188,7 +188,7 @@ def peak(device: str) -> str:
     reset_peak_memory(model.pipeline)
     model.train_step(x, None, mean_loss)
     (stage,), (held,) = model.stages, model.plan.in_flight
-    counted = resident_bytes(stage.module) + held * (stage.saved_bytes or 0)
+    counted = resident_bytes(stage.module) + stage.bytes_in_flight(held)
     memory = device_memory(model.pipeline).get(device)
     if memory is None:
         return "no counter on a CPU"

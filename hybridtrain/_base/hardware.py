@@ -90,6 +90,15 @@ class Hardware:
     start of a forward, and of a backward from the loss."""
     message_s: float = 1e-4
     """The host time to send or receive a message to or from another process, in seconds."""
+    to_host_bytes_per_s: float | None = None
+    """The rate of copies from a device to pinned memory of its host, in bytes per second; on a CPU
+    device, of the copies to another buffer that `pipeline.offload` makes. null: unknown, and `auto`
+    and `plan` do not choose `pipeline.offload`."""
+    from_host_bytes_per_s: float | None = None
+    """The rate of copies from the host to a device, in bytes per second; null: as to the host."""
+    both_ways_bytes_per_s: float | None = None
+    """The rate in each direction while a device copies in both, in bytes per second; null: copies
+    do not slow each other down."""
 
     def __post_init__(self) -> None:
         check_choice("hardware.device", self.device, ("cuda", "cpu"))
@@ -108,6 +117,10 @@ class Hardware:
                 f"hardware.backward_operator_s={self.backward_operator_s!r} must be a non-negative "
                 "number or null"
             )
+        for name in ("to_host_bytes_per_s", "from_host_bytes_per_s", "both_ways_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and value > 0):
+                raise ConfigError(f"hardware.{name}={value!r} must be a positive number or null")
         for name in ("memory_gib", "memory_bytes_per_s", "node_bytes_per_s", "network_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"hardware.{name}={getattr(self, name)} must be positive")
@@ -246,6 +259,20 @@ class Hardware:
     def sustained_bandwidth(self) -> float:
         """The memory bandwidth in bytes per second that training achieves."""
         return self.memory_bytes_per_s * self.bandwidth_reached
+
+    @property
+    def host_copies(self) -> tuple[float, float, float] | None:
+        """The rates of copies to and from the host in bytes per second, and while both run.
+
+        None: they are unknown.
+        """
+        there = self.to_host_bytes_per_s
+        if there is None:
+            return None
+        back = self.from_host_bytes_per_s or there
+        both = self.both_ways_bytes_per_s or min(there, back)
+        reached = self.bandwidth_reached
+        return there * reached, back * reached, min(both, there, back) * reached
 
     def transfer_s(self, nbytes: float, between_nodes: bool) -> float:
         """Returns the seconds that a message takes between two devices."""

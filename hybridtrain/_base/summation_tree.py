@@ -45,6 +45,20 @@ def subtrees(part: range, replicas: int) -> list[Node]:
     return inside((0, replicas))
 
 
+@cache
+def most_waiting(part: range, replicas: int) -> int:
+    """Returns how many sums a process keeps at most while it computes its last replicas.
+
+    Before each of them, it has those of the largest subtrees that it has completed.
+
+    Args:
+        part: the replicas of the process.
+        replicas: the number of all replicas.
+    """
+    ends = range(part.start, part.stop)
+    return max((len(subtrees(range(part.start, end), replicas)) for end in ends), default=0)
+
+
 def halves(node: Node) -> tuple[Node, Node]:
     """Returns the two subtrees that a node adds."""
     low, high = node

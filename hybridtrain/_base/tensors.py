@@ -32,9 +32,15 @@ class Saved:
         """The bytes of all storages."""
         return sum(self.storages.values())
 
+    def note(self, storage: int, nbytes: int) -> None:
+        """Notes that a storage is saved, once more if several operations save it."""
+        self.storages[storage] = nbytes
+
 
 @contextmanager
-def count_saved(module: nn.Module, inputs: Sequence[Tensor] = ()) -> Iterator[Saved]:
+def count_saved(
+    module: nn.Module, inputs: Sequence[Tensor] = (), saved: Saved | None = None
+) -> Iterator[Saved]:
     """Counts the tensors that forwards in the block save for backward.
 
     Parameters, buffers and `inputs` are not counted, nor are tensors saved inside `torch.func.grad`
@@ -43,8 +49,9 @@ def count_saved(module: nn.Module, inputs: Sequence[Tensor] = ()) -> Iterator[Sa
     Args:
         module: the module; its parameters and buffers are not counted.
         inputs: further tensors to exclude, which the caller counts.
+        saved: where to count; None: in a new one.
     """
-    saved = Saved()
+    saved = Saved() if saved is None else saved
     left_out = [*module.parameters(), *module.buffers(), *inputs]
     left_out_ids = {number for tensor in left_out for number in storages(tensor)}
 
@@ -53,7 +60,7 @@ def count_saved(module: nn.Module, inputs: Sequence[Tensor] = ()) -> Iterator[Sa
     def pack(tensor: Tensor) -> Any:
         for number, nbytes in storages(tensor).items():
             if number not in left_out_ids:
-                saved.storages[number] = nbytes
+                saved.note(number, nbytes)
         return pack_next(tensor)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)

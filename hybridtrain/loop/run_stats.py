@@ -23,6 +23,7 @@ from hybridtrain.schedule import (
     account_of,
     bubble_fraction,
     mean_costs,
+    offloading_on,
     predict,
 )
 
@@ -326,10 +327,12 @@ class RunStats:
     def timelines(self) -> tuple[Spans, Spans]:
         """Returns the predicted and the measured spans of the last recorded batch, in seconds.
 
-        The prediction simulates the schedule with the mean measured costs of each stage.
+        The prediction simulates the schedule with the mean measured costs of each stage, and with
+        the mean time of its copies if activations are offloaded.
         """
         last = self._timelines[-1]
-        return predict(last.schedule, last.computing()), last.spans()
+        offloading = offloading_on(self._model.world.devices[0].type)
+        return predict(last.schedule, last.computing(), offloading), last.spans()
 
     def advice(self) -> list[str]:
         """Returns suggestions to make a step shorter, from a typical recent step; see `advise`.

@@ -15,6 +15,7 @@ from hybridtrain.schedule import (
     Spans,
     WaitFor,
     bubble_fraction,
+    copies_of,
     critical_path,
     length,
     waits,
@@ -30,6 +31,8 @@ COLOURS = {
     "W": ("#fff7bc", "#fee391", "#fec44f", "#ec9d14"),
 }
 _WORDS = {"F": "forward", "B": "backward", "I": "to the input", "W": "to the weights"}
+# by the direction of a copy, see `CopySpan.back`: name and colour
+COPIES = {False: ("copy to the host", "#bcbddc"), True: ("copy back", "#a1d99b")}
 # by kind of memory, as in `DeviceMemory`: name and colour
 MEMORY = {
     "weights": ("weights", "#2171b5"),
@@ -206,8 +209,13 @@ def draw_timelines(
     return canvas.image
 
 
+def _rows(spans: Spans) -> int:
+    """Returns the number of rows: one for the actions of a device, and one for its copies."""
+    return len(spans) * (2 if copies_of(spans) else 1)
+
+
 def _panel_height(spans: Spans, lane: int) -> int:
-    return _TITLE + len(spans) * lane + _AXIS
+    return _TITLE + _rows(spans) * lane + _AXIS
 
 
 class _Entry(NamedTuple):
@@ -239,6 +247,8 @@ def _entries(spans: Spans, marks: bool = True) -> list[_Entry]:
             if shade == 0:
                 which = f"{_WORDS[kind]} ({kind}), stage{'s' * (end > 1)} {which}"
             entries.append(_Entry(which, COLOURS[kind][shade]))
+    if copies_of(spans):
+        entries += [_Entry(*words_and_colour) for words_and_colour in COPIES.values()]
     if marks:
         reasons = {wait.reason for wait in waits(spans)}
         entries += [_Entry(*WAITS[reason]) for reason in WAITS if reason in reasons]
@@ -300,27 +310,29 @@ def _draw_lanes(
     """
     begin = window(spans)[0]
     canvas.text(8, top + 3, text, size=14)
-    bottom = top + _TITLE + len(spans) * lane_height
+    bottom = top + _TITLE + _rows(spans) * lane_height
+    per_device = _rows(spans) // len(spans)
     canvas.axis(top + _TITLE, bottom, "ms", longest * 1e3, scale / 1e3)
     bar = lane_height * _BAR // _LANE
     every = -(-14 // lane_height)  # number of rows per line of text
 
-    def box(device: int, start: float, end: float) -> tuple[float, float, float, float]:
+    def box(row: int, start: float, end: float) -> tuple[float, float, float, float]:
         left, right = (_LEFT + round((time - begin) * scale) for time in (start, end))
-        y = top + _TITLE + device * lane_height
+        y = top + _TITLE + row * lane_height
         # leaves a gap of one unit between two actions; PIL includes a box's right border
         return left, y, max(left, right - 2), y + bar
 
     for wait in waits(spans) if marks else ():
         _, colour, between = WAITS[wait.reason]
-        canvas.hatch(box(wait.device, wait.start, wait.end), colour, between)
+        canvas.hatch(box(wait.device * per_device, wait.start, wait.end), colour, between)
     critical = set(critical_path(spans)) if marks else set()
     for device, lane in enumerate(spans):
+        row = device * per_device
         if device % every == 0:
-            y = top + _TITLE + device * lane_height + bar / 2
+            y = top + _TITLE + row * lane_height + bar / 2
             canvas.text(8, y, f"device {device}", anchor="lm")
         for action, start, end in lane:
-            left, y, right, below = place = box(device, start, end)
+            left, y, right, below = place = box(row, start, end)
             shade = min(action.stage // len(spans), len(COLOURS[action.kind]) - 1)
             canvas.rectangle(place, COLOURS[action.kind][shade])
             if action in critical and right - left > 3:
@@ -329,6 +341,15 @@ def _draw_lanes(
             if every == 1 and 7 * len(label) + 2 <= right - left:  # a digit is 7 units wide
                 ink = "white" if shade > 1 and action.kind != "W" else _INK
                 canvas.text((left + right) / 2, (y + below) / 2, label, ink, "mm")
+    for device, copies in enumerate(copies_of(spans)):
+        if device % every == 0:
+            y = top + _TITLE + (2 * device + 1) * lane_height + bar / 2
+            canvas.text(8, y, "copies", _FAINT, "lm")
+        for copy in copies:  # to the host in the upper half, back in the lower one
+            left, y, right, below = box(2 * device + 1, copy.start, copy.end)
+            middle = (y + below) / 2
+            half = (middle, below) if copy.back else (y, middle - 1)
+            canvas.rectangle((left, half[0], right, half[1]), COPIES[copy.back][1])
 
 
 def ticks(length: float) -> Iterator[float]:
@@ -459,7 +480,7 @@ def draw_plan(
         timeline: the predicted spans of each device, in seconds.
         of_timeline: a description of the timeline.
     """
-    lane = max(_SMALLEST_LANE, min(_LANE, _LANES // len(timeline)))
+    lane = max(_SMALLEST_LANE, min(_LANE, _LANES // _rows(timeline)))
     longest = max(span.end for spans in timeline for span in spans) or 1e-9
     of_memory = _HEAD + 20 + _CHART + 60
     bottom = of_memory + _HEAD + 30 + len(memory) * lane + 40

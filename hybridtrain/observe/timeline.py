@@ -8,8 +8,16 @@ from typing import Any
 
 from hybridtrain._base.files import atomic_file, parse_json, write_atomically
 from hybridtrain.loop import Run, Tracker
-from hybridtrain.observe.pictures import draw
-from hybridtrain.schedule import WORDS, Action, Span, Spans
+from hybridtrain.observe.pictures import COPIES, draw
+from hybridtrain.schedule import (
+    WORDS,
+    Action,
+    CopySpan,
+    Span,
+    Spans,
+    SpansWithCopies,
+    copies_of,
+)
 
 
 class TimelineFiles(Tracker):
@@ -39,6 +47,8 @@ class TimelineFiles(Tracker):
 def chrome_trace(spans: Spans, process: str, number: int = 0) -> dict[str, Any]:
     """Converts spans (in seconds) to Chrome's trace event format, one thread per device.
 
+    The copies of a device's offloaded activations have a thread of their own.
+
     Args:
         spans: the spans of a step.
         process: the process name.
@@ -64,6 +74,22 @@ def chrome_trace(spans: Spans, process: str, number: int = 0) -> dict[str, Any]:
             }
             for action, start, end in lane
         ]
+    for device, copies in enumerate(copies_of(spans)):
+        thread = len(spans) + device
+        events.append(name("thread_name", thread, f"device {device}, copies"))
+        events += [
+            {
+                "name": f"{'<' if copy.back else '>'}{copy.microbatch}",
+                "cat": COPIES[copy.back][0],
+                "ph": "X",
+                "pid": number,
+                "tid": thread,
+                "ts": copy.start * 1e6,
+                "dur": (copy.end - copy.start) * 1e6,
+                "args": {"stage": copy.stage, "microbatch": copy.microbatch},
+            }
+            for copy in copies
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -75,15 +101,26 @@ def spans_of_trace(path: Path) -> tuple[Spans, Spans] | None:
     if not path.exists():
         return None
     kinds: dict[str, Any] = {words: kind for kind, words in WORDS.items()}
+    directions = {words: back for back, (words, _) in COPIES.items()}
     lanes: tuple[dict[int, list[Span]], ...] = ({}, {})
+    copies: tuple[dict[int, list[CopySpan]], ...] = ({}, {})
     for event in parse_json(path.read_bytes())["traceEvents"]:
         if event["ph"] == "X":
-            arguments = event["args"]
-            action = Action(kinds[event["cat"]], arguments["stage"], arguments["microbatch"])
+            number, thread, what = event["pid"], event["tid"], event["cat"]
+            held = event["args"]["stage"], event["args"]["microbatch"]
             start = event["ts"] / 1e6
-            lane = lanes[event["pid"]].setdefault(event["tid"], [])
-            lane.append(Span(action, start, start + event["dur"] / 1e6))
+            end = start + event["dur"] / 1e6
+            if what in directions:
+                copy = CopySpan(*held, directions[what], start, end)
+                copies[number].setdefault(thread, []).append(copy)
+            else:
+                span = Span(Action(kinds[what], *held), start, end)
+                lanes[number].setdefault(thread, []).append(span)
     measured, predicted = (
-        [by_device[device] for device in sorted(by_device)] for by_device in lanes
+        SpansWithCopies.of(
+            [of_process[device] for device in sorted(of_process)],
+            [of_copies.get(len(of_process) + device, []) for device in range(len(of_process))],
+        )
+        for of_process, of_copies in zip(lanes, copies, strict=True)
     )
     return (predicted, measured) if predicted and measured else None

@@ -49,6 +49,10 @@ class StageSums(NamedTuple):
         activation_bytes: the activations of its layers.
         restart_bytes: the part of them that the recomputations of single layers start from.
         temporary_bytes: see `most_temporary`.
+        kept_bytes: the activations that are kept if all its layers are recomputed.
+        kept_inputs_bytes: the part of them that recomputations start from.
+        again_bytes: see `most_temporary`, if all its layers are recomputed.
+        restarts_from_input: whether its first layer is recomputed.
         weight_bytes: its parameters and buffers.
         trained_bytes: its trained parameters.
         frozen_bytes: its other parameters.
@@ -64,6 +68,10 @@ class StageSums(NamedTuple):
     activation_bytes: int
     restart_bytes: int
     temporary_bytes: int
+    kept_bytes: int
+    kept_inputs_bytes: int
+    again_bytes: int
+    restarts_from_input: bool
     weight_bytes: int
     trained_bytes: int
     frozen_bytes: int
@@ -105,8 +113,8 @@ class CostTable:
     def recomputing(self, layers: Set[int]) -> CostTable:
         """Returns the costs of a run that recomputes the activations of these layers.
 
-        Such a layer stores only its output, which is the input of the next layer. Its backward runs
-        the forward again and then holds the activations of one micro-batch.
+        Such a layer stores only its input, which is the output of the layer before it. Its backward
+        runs the forward again and then holds the activations of one micro-batch.
         """
         if not layers:
             return self
@@ -141,10 +149,12 @@ class CostTable:
 
         def stage_at(samples: int, start: int, end: int, single: frozenset[int]) -> StageSums:
             all_costs, sizes = self.costs_at(samples), self.sizes[start:end]
+            again = self._recomputed_at(samples)[start:end]
             costs = [
-                self._recomputed_at(samples)[index] if index in single else all_costs[index]
+                again[index - start] if index in single else all_costs[index]
                 for index in range(start, end)
             ]
+            is_last = end == len(all_costs)
             return StageSums(
                 forward_ms=sum([cost.forward_ms for cost in costs]),
                 backward_ms=sum([cost.backward_ms for cost in costs]),
@@ -153,9 +163,15 @@ class CostTable:
                 backward_calls_ms=sum([ms for _, ms in self.host_ms[start:end]])
                 + sum([self.host_ms[index][0] for index in single]),
                 input_bytes=all_costs[start - 1].crossing_bytes if start else 0,
-                activation_bytes=sum([cost.activation_bytes for cost in costs]),
-                restart_bytes=sum([costs[index - start].activation_bytes for index in single]),
+                activation_bytes=_held_by(costs, is_last),
+                restart_bytes=sum(
+                    [again[index - start - 1].later_bytes for index in single if index > start]
+                ),
                 temporary_bytes=most_temporary(costs),
+                kept_bytes=_held_by(again, is_last),
+                kept_inputs_bytes=sum([cost.later_bytes for cost in again[:-1]]),
+                again_bytes=most_temporary(again),
+                restarts_from_input=start in single,
                 weight_bytes=sum([size.weights for size in sizes]),
                 trained_bytes=sum([size.trained for size in sizes]),
                 frozen_bytes=sum([size.frozen for size in sizes]),
@@ -167,23 +183,24 @@ class CostTable:
     @cached_property
     def _recomputed_at(self) -> Callable[[int], Sequence[LayerCost]]:
         """`costs_at` with all layers recomputed, once for all choices of some of them."""
-        return cache(lambda samples: list(map(_recomputing, self.costs_at(samples))))
+        return cache(lambda samples: [cost.recomputed() for cost in self.costs_at(samples)])
+
+
+def _held_by(costs: Sequence[LayerCost], is_last: bool) -> int:
+    """Returns the activations of consecutive layers that their stage holds.
+
+    Args:
+        costs: the costs of the layers.
+        is_last: whether the last of them is the last one of the model.
+    """
+    of_next_stage = 0 if is_last else costs[-1].later_bytes
+    return sum([cost.activation_bytes for cost in costs]) - of_next_stage
 
 
 def sum_of_state(sizes: Sequence[LayerSize]) -> int | None:
     """Returns the bytes of optimizer state of layers; None: unknown."""
     states = [size.state for size in sizes]
     return None if None in states else sum(state or 0 for state in states)
-
-
-def _recomputing(cost: LayerCost) -> LayerCost:
-    stored = min(cost.activation_bytes, cost.crossing_bytes)
-    return replace(
-        cost,
-        backward_ms=cost.backward_ms + cost.forward_ms,
-        activation_bytes=stored,
-        temporary_bytes=cost.temporary_bytes + cost.activation_bytes - stored,
-    )
 
 
 @dataclass(frozen=True)
@@ -337,6 +354,8 @@ def _with_loss(last: LayerCost, loss: LayerCost) -> LayerCost:
         backward_ms=last.backward_ms + loss.backward_ms,
         activation_bytes=last.activation_bytes + loss.activation_bytes,
         temporary_bytes=max(0, held),
+        later_bytes=0,
+        kept_bytes=last.kept_bytes + loss.kept_bytes,
     )
 
 

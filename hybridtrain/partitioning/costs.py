@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -48,6 +48,11 @@ class LayerCost:
         crossing_bytes: the values that cross a cut right after it: its output, and values of
             earlier layers that later layers need.
         crossing_ms: the time to send these values to another device; 0 on the same device.
+        later_bytes: the part of `activation_bytes` that only later layers save. If the next layer
+            is in another stage, that stage holds it, as its input.
+        kept_bytes: what is kept of it if the layer is recomputed: the values that it makes for
+            later layers, from which their recomputations start; for the first layer also the
+            model's inputs, and for the last one what the loss saves. 0 if unknown.
     """
 
     name: str
@@ -59,6 +64,19 @@ class LayerCost:
     temporary_bytes: int = 0
     crossing_bytes: int = 0
     crossing_ms: float = 0.0
+    later_bytes: int = 0
+    kept_bytes: int = 0
+
+    def recomputed(self) -> LayerCost:
+        """Returns the cost of the layer if its activations are recomputed in its backward."""
+        kept = self.kept_bytes or min(self.activation_bytes, self.crossing_bytes)
+        return replace(
+            self,
+            backward_ms=self.backward_ms + self.forward_ms,
+            activation_bytes=kept,
+            temporary_bytes=max(0, self.temporary_bytes + self.activation_bytes - kept),
+            later_bytes=min(kept, self.crossing_bytes),
+        )
 
 
 @dataclass(frozen=True)

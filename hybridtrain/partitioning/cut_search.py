@@ -140,15 +140,16 @@ def improved_cut(
 def _may_fit(costs: Sequence[LayerCost], in_flight: Sequence[int], objective: Objective) -> bool:
     """Returns whether stages that are filled up to the limit have room for all layers.
 
-    Inputs from other stages are left out, so that a smaller stage never needs more. This test is
-    much faster than the search for a cut.
+    Values between layers are left out, so that a smaller stage never needs more. This test is much
+    faster than the search for a cut.
     """
     stage, used = 0, 0.0
     limits = objective.stage_limits(len(in_flight))
     for cost in costs if objective.is_limited else ():
         while True:
-            alive = 1 if objective.recomputes else in_flight[stage]
-            nbytes = cost.weight_bytes + alive * cost.activation_bytes
+            held = cost.recomputed() if objective.recomputes else cost
+            alone = held.activation_bytes - held.later_bytes
+            nbytes = cost.weight_bytes + in_flight[stage] * alone
             if used + nbytes <= limits[stage]:
                 used += nbytes
                 break
@@ -226,11 +227,7 @@ def _why_nothing_fits(
     # each stage before and after needs at least one layer
     placed = [range(max(0, stages - n + i), min(i + 1, stages)) for i in range(n)]
     alone, alive, name = max(
-        (
-            cost.weight_bytes + (1 if objective.recomputes else held) * cost.activation_bytes,
-            held,
-            cost.name,
-        )
+        (_bytes_alone(cost, held, objective.recomputes), held, cost.name)
         for cost, possible in zip(costs, placed, strict=True)
         for held in [min(in_flight[stage] for stage in possible)]
     )
@@ -256,6 +253,13 @@ def _why_nothing_fits(
         f"({argument('nb_part')}), smaller micro-batches ({argument('chunks')}), or recomputation "
         f"({setting('recompute', 'always', repr)})"
     )
+
+
+def _bytes_alone(cost: LayerCost, alive: int, recomputes: bool) -> int:
+    """Returns the least bytes of a stage with this layer alone, without its input."""
+    held = cost.recomputed() if recomputes else cost
+    recomputed = max(0, cost.activation_bytes - held.activation_bytes)
+    return cost.weight_bytes + alive * (held.activation_bytes - held.later_bytes) + recomputed
 
 
 def _gib(size: float) -> str:

@@ -179,12 +179,7 @@ def count_work(
     end = [] if loss is None else [loss]
     return [
         CountedLayer(
-            replace(
-                cost,
-                activation_bytes=counted.activation_bytes,
-                temporary_bytes=counted.temporary_bytes,
-                crossing_bytes=counted.crossing_bytes,
-            ),
+            counted.of(cost),
             counted.forward,
             counted.backward,
         )

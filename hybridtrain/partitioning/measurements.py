@@ -96,13 +96,7 @@ class LayerProfiler:
             copy_ms = cache(partial(_copy_ms, device, devices[-1]))
             end = [] if loss is None else [loss]
             self._costs = [
-                replace(
-                    cost,
-                    activation_bytes=counted.activation_bytes,
-                    temporary_bytes=counted.temporary_bytes,
-                    crossing_bytes=counted.crossing_bytes,
-                    crossing_ms=copy_ms(counted.crossing_bytes),
-                )
+                replace(counted.of(cost), crossing_ms=copy_ms(counted.crossing_bytes))
                 for cost, counted in zip(
                     [*count(layers, optimizer_tensors_per_param), *count(end)], work, strict=True
                 )

@@ -44,8 +44,8 @@ class Objective:
             memory.
         memory_limit: for `costs`, the most bytes per device; a tuple: of each stage's device. With
             unequal limits, a stage's memory counts relative to its limit.
-        recomputes: whether stages store only their inputs for each micro-batch, and activations
-            for one micro-batch.
+        recomputes: whether stages store only the inputs of their layers for each micro-batch, and
+            the activations of one layer for one micro-batch.
         stages_per_device: the number of stages per device, which share its limit equally, even if
             a small stage would leave space for a large one.
         speeds: the relative speed of each stage's device; empty: all are equal. Layers,
@@ -233,18 +233,34 @@ def _time_ms(costs: Sequence[LayerCost], speed: float = 1.0) -> Tensor:
 def _memory_bytes(costs: Sequence[LayerCost], microbatches: int, recomputes: bool) -> Tensor:
     """Returns a table of a stage's bytes at [start, end]: weights, stored inputs, activations."""
     weights = range_sums([cost.weight_bytes for cost in costs])
-    activations = range_sums([cost.activation_bytes for cost in costs])
+    held = [cost.recomputed() for cost in costs] if recomputes else costs
+    activations = range_sums([cost.activation_bytes for cost in held])
+    activations -= _at_cuts([cost.later_bytes for cost in held])  # of the next stage
     received = _at_cuts([cost.crossing_bytes for cost in costs])
-    return (
-        weights
-        + microbatches * received[:, None]
-        + (1 if recomputes else microbatches) * activations
-    )
+    memory = weights + microbatches * (received[:, None] + activations)
+    if recomputes:
+        memory += range_maxima(
+            [
+                max(0, all_of_it.activation_bytes - kept.activation_bytes)
+                for all_of_it, kept in zip(costs, held, strict=True)
+            ]
+        )
+    return memory
 
 
 def _at_cuts(crossing: Sequence[float]) -> Tensor:
     """Returns the cost of each cut; it is 0 at the model's two ends."""
     return torch.tensor([0.0, *crossing[:-1], 0.0], dtype=torch.float64)
+
+
+def range_maxima(values: Sequence[float]) -> Tensor:
+    """Returns a float64 table with the maximum of `values[start:end]` at `[start, end]`, from 0."""
+    size = len(values) + 1
+    table = torch.zeros(size, size, dtype=torch.float64)
+    for start in range(size - 1):
+        following = torch.tensor(values[start:], dtype=torch.float64)
+        table[start, start + 1 :] = following.cummax(0).values
+    return table
 
 
 def range_sums(values: Sequence[float]) -> Tensor:

@@ -143,6 +143,9 @@ class Plan:
                     del stage[name]
             for cost in stage["layers"]:
                 cost |= {k: round(v, 3) for k, v in cost.items() if isinstance(v, float)}
+                for name in ("later_bytes", "kept_bytes"):
+                    if not cost[name]:
+                        del cost[name]
         form: dict[str, Any] = {"sort_keys": False, "width": 2**31, "allow_unicode": True}
         # None: write only nodes without a nested list or mapping on one line
         text: str = yaml.safe_dump(content, default_flow_style=None, **form)
@@ -194,7 +197,7 @@ _TYPES: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 # Keys that are missing in plans of earlier versions, or have their defaults.
-_OPTIONAL = ("actions", "speed", "on_device")
+_OPTIONAL = ("actions", "speed", "on_device", "later_bytes", "kept_bytes")
 
 
 def _parsed(kind: Any, value: Any, place: str) -> Any:

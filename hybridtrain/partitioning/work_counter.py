@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from hybridtrain._base.tensors import Saved, byte_size, count_saved, storage_id
 from hybridtrain._base.torch_private import TorchDispatchMode, adds_up_gradients, is_composite
-from hybridtrain.partitioning.costs import tensors_of
+from hybridtrain.partitioning.costs import LayerCost, tensors_of
 from hybridtrain.partitioning.layer_watch import LayerWatch
 
 # PyTorch's FLOP counter may have formulas for attention on GPUs only, but fake tensors are on the
@@ -76,6 +76,8 @@ class LayerWork:
         activation_bytes: as in `LayerCost`.
         temporary_bytes: as in `LayerCost`.
         crossing_bytes: as in `LayerCost`.
+        later_bytes: as in `LayerCost`.
+        kept_bytes: as in `LayerCost`.
     """
 
     forward: Work
@@ -83,6 +85,19 @@ class LayerWork:
     activation_bytes: int
     temporary_bytes: int
     crossing_bytes: int
+    later_bytes: int
+    kept_bytes: int
+
+    def of(self, cost: LayerCost) -> LayerCost:
+        """Returns a layer's cost with this memory."""
+        return replace(
+            cost,
+            activation_bytes=self.activation_bytes,
+            temporary_bytes=self.temporary_bytes,
+            crossing_bytes=self.crossing_bytes,
+            later_bytes=self.later_bytes,
+            kept_bytes=self.kept_bytes,
+        )
 
 
 def counted_work(
@@ -95,10 +110,9 @@ def counted_work(
         inputs: the inputs of a micro-batch.
         precision: returns the context of the forward.
     """
-    with count_saved(watch.parts) as saved:
-        counter = _WorkCounter(watch, inputs, saved)
-        with counter:
-            watch.run(inputs, precision, counter)
+    counter = _WorkCounter(watch, inputs)
+    with count_saved(watch.parts, saved=counter.saved), counter:
+        watch.run(inputs, precision, counter)
     return counter.result()
 
 
@@ -157,11 +171,35 @@ class _Stored:
             first, last, size = self.uses.get(layout) or (layer, layer, byte_size(tensor))
             self.uses[layout] = first, max(last, layer), size
 
-    def crossing(self, cut: int) -> int:
-        """Returns the bytes that cross the cut behind layer `cut`."""
-        sizes = [size for first, last, size in (self.uses or {}).values() if first <= cut < last]
+    def crossing(self, cut: int, since: int = 0) -> int:
+        """Returns the bytes that cross the cut behind layer `cut`.
+
+        Args:
+            cut: the layer before the cut.
+            since: the first layer whose values count.
+        """
+        sizes = [
+            size for first, last, size in (self.uses or {}).values() if since <= first <= cut < last
+        ]
         # views of one storage overlap
         return max(max(sizes), min(sum(sizes), self.nbytes)) if sizes else 0
+
+
+class _SavedByLayer(Saved):
+    """The storages that autograd keeps, and the first layer that saves each.
+
+    Args:
+        watch: tells which layer runs.
+    """
+
+    def __init__(self, watch: LayerWatch) -> None:
+        super().__init__()
+        self._watch = watch
+        self.first_savers: dict[int, int] = {}
+
+    def note(self, storage: int, nbytes: int) -> None:
+        super().note(storage, nbytes)
+        self.first_savers.setdefault(storage, self._watch.layer)
 
 
 class _WorkCounter(TorchDispatchMode):
@@ -170,8 +208,9 @@ class _WorkCounter(TorchDispatchMode):
     Views read and write no bytes.
     """
 
-    def __init__(self, watch: LayerWatch, inputs: Any, saved: Saved) -> None:
+    def __init__(self, watch: LayerWatch, inputs: Any) -> None:
         super().__init__()
+        self.saved = _SavedByLayer(watch)
         layers = len(watch.names)
         self._last_layer = len(watch.modules) - 1  # without the loss
         self._forward = [_Tally() for _ in range(layers)]
@@ -180,8 +219,8 @@ class _WorkCounter(TorchDispatchMode):
         self._tally: _Tally | None = None
         self._layer = 0
         self._is_forward = True
-        self._saved = saved
         self._activations = [0] * layers
+        self._later = [0] * layers  # those that only later layers save
         self._made = [0] * layers  # the activations that are not inputs or constants
         counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION_ON_CPU)
         self._flops: dict[Any, Callable[..., int]] = counter.flop_registry
@@ -191,8 +230,9 @@ class _WorkCounter(TorchDispatchMode):
         # the weights, which every stage has
         parts = (*watch.parts.parameters(), *watch.parts.buffers())
         self._weights = {storage_id(tensor) for tensor in parts}
-        for tensor in tensors_of(inputs):
-            self._entry(tensor).note(tensor, 0)
+        self._inputs = {self._entry(tensor): tensor for tensor in tensors_of(inputs)}
+        for entry, tensor in self._inputs.items():
+            entry.note(tensor, 0)
 
     def forward_begins(self, layer: int) -> None:
         """Counts for the forward of a layer."""
@@ -226,13 +266,24 @@ class _WorkCounter(TorchDispatchMode):
         crossing += [self._output_bytes, 0]
         result = []
         received = 0
-        for forward, backward, activations, made, handed_on in zip(
-            self._forward, self._backward, self._activations, self._made, crossing, strict=False
-        ):
+        for layer, handed_on in enumerate(crossing[: len(self._forward)]):
+            forward, backward = self._forward[layer], self._backward[layer]
+            made, later = self._made[layer], self._later[layer]
             # an input counts in the forward even if a backward needs it too
             held = max(0, forward.peak_bytes - made) + received, backward.held_bytes - made
+            kept = later
+            if layer < self._last_layer:
+                kept = sum(entry.crossing(layer, since=layer) for entry in self._crossed)
+                if layer == 0:  # it starts from the inputs of the model
+                    alone = (t for entry, t in self._inputs.items() if not entry.crossing(0))
+                    kept += sum(map(byte_size, alone))
+            elif layer > self._last_layer:  # the loss is not recomputed
+                kept = self._activations[layer]
             result.append(
-                LayerWork(forward.work(), backward.work(), activations, max(held), handed_on)
+                LayerWork(
+                    *(forward.work(), backward.work(), self._activations[layer], max(held)),
+                    *(handed_on, later, kept),
+                )
             )
             received = handed_on
         return result
@@ -329,9 +380,11 @@ class _WorkCounter(TorchDispatchMode):
 
     def _attribute_saved(self) -> None:
         """Counts what autograd has saved for the layers that made it."""
-        for number, nbytes in self._saved.storages.items():
+        for number, nbytes in self.saved.storages.items():
             entry = self._stored.get(number)
             layer = self._layer if entry is None else entry.layer
             self._activations[layer] += nbytes
+            if self.saved.first_savers[number] > layer:
+                self._later[layer] += nbytes
             if entry is not None and entry.is_made:
                 self._made[layer] += nbytes

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -40,8 +41,12 @@ from hybridtrain._base.torch_private import (
     without_torch_function,
 )
 from hybridtrain.pipeline.host_memory import HostBuffer, HostMemory
+from hybridtrain.pipeline.timeline import Timeline, now
 from hybridtrain.pipeline.transfer import side_stream
-from hybridtrain.schedule import Action, Offloading, Schedule, offload_copies
+from hybridtrain.schedule import Action, Held, Offloading, Schedule, offload_copies
+
+Noted = Callable[[Any, Any], None] | None
+"""Takes the marks (see `timeline`) of the begin and the end of copies; None: nobody asks."""
 
 _SMALLEST = (
     4096  # bytes of a storage; to start the copy of a smaller one takes longer than the copy
@@ -260,9 +265,13 @@ class Activations:
         """The storages that are needed."""
         return list(self._storages.values())
 
-    def come_back(self) -> None:
-        """Begins to copy all storages back."""
-        self._arrived = self._memory.bring(self.storages) or self._arrived
+    def come_back(self, note: Noted) -> None:
+        """Begins to copy all storages back.
+
+        Args:
+            note: takes the begin and the end of the copies; None: nobody asks.
+        """
+        self._arrived = self._memory.bring(self.storages, note) or self._arrived
 
     def wait(self) -> None:
         """Makes the device wait until they are there."""
@@ -304,22 +313,31 @@ class DeviceMemory:
         """Returns what tells whether a tensor's memory exists; None where the allocator counts."""
         return StorageWeakRef(tensor.untyped_storage()) if self._accelerator is None else None
 
-    def after_action(self, saved: Sequence[SavedStorage]) -> None:
-        """Begins to copy storages to the host, at the end of an action."""
-        accelerator = self._accelerator
+    def after_action(self, saved: Sequence[SavedStorage], note: Noted = None) -> None:
+        """Begins to copy storages to the host, at the end of an action.
+
+        Args:
+            saved: the storages.
+            note: see `Activations.come_back`.
+        """
+        accelerator, timed = self._accelerator, note is not None
         with torch.no_grad(), without_torch_function():
             copies = [(s, flat) for s in saved if (flat := s.to_copy()) is not None]
             if accelerator is None:
+                start = now()
                 for storage, flat in copies:
                     buffer = self.host.take(storage.nbytes)
                     buffer.part(flat.dtype, flat.numel()).copy_(flat)
                     storage.copied_to(buffer)
                     storage.let_go()
+                if copies and note is not None:
+                    note(start, now())
                 return
             buffers, event = [], None
             if copies:
                 stream = side_stream(self.device, "offload", "out")
                 stream.wait_stream(accelerator.current_stream(self.device))
+                begun = accelerator.record_event(stream, timing=True) if timed else None
                 with accelerator.using([stream]):
                     for storage, flat in copies:
                         buffer = self.host.take(storage.nbytes)
@@ -328,18 +346,26 @@ class DeviceMemory:
                         accelerator.copy_into(buffer.part(flat.dtype, flat.numel()), flat)
                         storage.copied_to(buffer)
                         buffers.append(buffer)
-                event = accelerator.record_event(stream)
+                event = accelerator.record_event(stream, timing=timed)
+                if note is not None:
+                    note(begun, event)
             for buffer in buffers:
                 buffer.ready = event
             self._leaving.append(([storage for storage, _ in copies], event))
 
-    def bring(self, saved: Sequence[SavedStorage]) -> Event | None:
-        """Begins to copy storages back to the device, and returns when they are there."""
-        accelerator = self._accelerator
+    def bring(self, saved: Sequence[SavedStorage], note: Noted = None) -> Event | None:
+        """Begins to copy storages back to the device, and returns when they are there.
+
+        Args:
+            saved: the storages.
+            note: see `Activations.come_back`.
+        """
+        accelerator, timed = self._accelerator, note is not None
         away = [(s, buffer) for s in saved if (buffer := s.take_buffer()) is not None]
         if not away:
             return None
         with torch.no_grad(), without_torch_function():
+            start = now()
             flats = [
                 torch.empty(s.end - s.begin, dtype=s.dtype, device=self.device) for s, _ in away
             ]
@@ -347,19 +373,24 @@ class DeviceMemory:
                 for (storage, buffer), flat in zip(away, flats, strict=True):
                     flat.copy_(buffer.part(flat.dtype, flat.numel()))
                     storage.come_back(flat)
+                if note is not None:
+                    note(start, now())
                 return None
             stream = side_stream(self.device, "offload", "in")
             # the memory comes from the current stream, which may still use it
             stream.wait_stream(accelerator.current_stream(self.device))
+            begun = accelerator.record_event(stream, timing=True) if timed else None
             with accelerator.using([stream]):
                 for (storage, buffer), flat in zip(away, flats, strict=True):
                     if buffer.ready is not None:
                         stream.wait_event(buffer.ready)
                     accelerator.copy_into(flat, buffer.part(flat.dtype, flat.numel()))
                     storage.come_back(flat)
-            event = accelerator.record_event(stream)
+            event = accelerator.record_event(stream, timing=timed)
             for _, buffer in away:
                 buffer.ready = event
+            if note is not None:
+                note(begun, event)
             return event
 
     def wait_for(self, event: Event | None) -> None:
@@ -418,10 +449,10 @@ class StageOffload:
         activations = self._activations.get(microbatch)
         return [] if activations is None else activations.storages
 
-    def come_back(self, microbatch: int) -> None:
-        """Begins to copy a micro-batch back."""
+    def come_back(self, microbatch: int, note: Noted = None) -> None:
+        """Begins to copy a micro-batch back; see `Activations.come_back`."""
         if (activations := self._activations.get(microbatch)) is not None:
-            activations.come_back()
+            activations.come_back(note)
 
     def wait(self, microbatch: int) -> None:
         """Makes the device wait until a micro-batch is there."""
@@ -463,6 +494,7 @@ class StepCopies:
         stages: the stages of this process, by their index; one at least.
         stays: the storages that stay on their devices, by `storage_id`.
         counts: whether to count what is on the devices.
+        timeline: records when the copies run.
     """
 
     def __init__(
@@ -471,11 +503,20 @@ class StepCopies:
         stages: Mapping[int, StageOffload],
         stays: set[int],
         counts: bool,
+        timeline: Timeline | None = None,
     ) -> None:
         self._copies = offload_copies(schedule, next(iter(stages.values())).memory.offloading)
         self._stages = stages
         self._stays = stays
         self._counts = counts
+        self._timeline = timeline
+        self._lane_of = schedule.lane_of
+
+    def _noting(self, held: Held, back: bool) -> Noted:
+        """Returns what takes the begin and the end of copies; None if nothing is recorded."""
+        if self._timeline is None:
+            return None
+        return partial(self._timeline.record_copy, self._lane_of[held[0]], held, back)
 
     def stays(self, values: Any) -> Any:
         """Returns values whose tensors stay on their devices, such as samples of the batch."""
@@ -486,8 +527,9 @@ class StepCopies:
         """Waits for what an action uses, and begins to bring back what the next one uses."""
         own = self._stages[action.stage]
         own.memory.let_go(but=1)
-        for stage, microbatch in self._copies[action].back:
-            self._stages[stage].come_back(microbatch)
+        for held in self._copies[action].back:
+            stage, microbatch = held
+            self._stages[stage].come_back(microbatch, self._noting(held, back=True))
         if action.kind == "F":
             own.begin_saving(action.microbatch, self._stays)
         else:
@@ -502,7 +544,8 @@ class StepCopies:
             own.end(action.microbatch)
         if self._counts:
             own.count()
-        own.memory.after_action([] if away is None else own.storages(action.microbatch))
+        leaves = [] if away is None else own.storages(action.microbatch)
+        own.memory.after_action(leaves, self._noting(action[1:], back=False))
 
     def finish(self) -> None:
         """Ends a step in which nothing has failed."""

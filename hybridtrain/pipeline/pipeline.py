@@ -40,7 +40,7 @@ from hybridtrain.pipeline.step_kind import StepKind, StepKinds, begun
 from hybridtrain.pipeline.summaries import log_compiled, log_offload
 from hybridtrain.pipeline.ties import TiedUse, tied_uses, ties_of
 from hybridtrain.pipeline.timeline import LanePeers, Timeline, seconds_ahead
-from hybridtrain.schedule import Schedule, backward_only, offloads_anything
+from hybridtrain.schedule import Schedule, backward_only, offloads_anything, peak_in_flight
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
@@ -90,6 +90,7 @@ class Pipeline:
         kinds: the kinds of steps so far.
         plan: the plan of the stages.
         planned: the layers of all stages.
+        in_flight: for each stage, the peak number of micro-batches in flight.
         groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
         furthest_ahead: run one action at a time, each stage as far ahead as the schedule allows.
@@ -153,6 +154,7 @@ class Pipeline:
         self.kinds = StepKinds(self._watch, len(plan.stages))
         self._accumulates = False  # the step has further batches
         self._is_first_step = True
+        self.in_flight = plan.in_flight
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
         if len(world.owned_replicas) > 1:
@@ -220,6 +222,8 @@ class Pipeline:
                 stage.reducer.begin_step()
         if self._is_first_step:
             self._check_offload(schedule)
+            # a process with several logical replicas has the micro-batches of all
+            self.in_flight = list(map(max, self.in_flight, peak_in_flight(schedule)))
         recomputed = self._policy.whole_stages(schedule.chunks)
         training = self._net.training
         state = ThreadState.capture()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from hybridtrain._base.accelerator import accelerator_of
-from hybridtrain._base.tensors import resident_bytes
+from hybridtrain._base.summation_tree import most_waiting
+from hybridtrain._base.tensors import byte_size, resident_bytes
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.errors import setting
 from hybridtrain.pipeline.forward import ForwardStage
@@ -50,13 +51,16 @@ def memory_bytes(pipeline: Pipeline, optimizer: Optimizer | None = None) -> list
     """Returns the peak memory so far of each stage of this process, in bytes.
 
     On a GPU this is the allocator's peak. On a CPU it is the sum of parameters, gradients, buffers,
-    the activations of as many micro-batches as the schedule keeps in flight, but for those that are
-    offloaded the most that has been there, and the state of the `optimizer`, if given.
+    the gradients of logical replicas that wait to be added, the activations of as many
+    micro-batches as the schedule keeps in flight, but for those that are offloaded the most that
+    has been there, and the state of the `optimizer`, if given.
     """
-    in_flight = pipeline.plan.in_flight
+    in_flight, world = pipeline.in_flight, pipeline.world
+    sums = most_waiting(world.owned_replicas, world.logical_replicas)
     return [
         resident_bytes(stage.module, optimizer)
-        + in_flight[stage.index] * (stage.saved_bytes or 0)
+        + sums * sum(byte_size(p) for p in stage.module.parameters() if p.requires_grad)
+        + stage.bytes_in_flight(in_flight[stage.index])
         + (0 if stage.offload is None else stage.offload.most_on_device)
         if (accelerator := accelerator_of(stage.device)) is None
         else accelerator.peak_memory(stage.device).allocated
@@ -71,6 +75,7 @@ def stage_summaries(pipeline: Pipeline, optimizer: Optimizer) -> list[dict[str, 
     part of the peak for each micro-batch in flight. With `compile`, also `compiled_layers`, the
     number of layers that are compiled in training. A collective call of the pipeline.
     """
+    in_flight = pipeline.in_flight
     summaries = [
         {
             "index": stage.index,
@@ -80,7 +85,10 @@ def stage_summaries(pipeline: Pipeline, optimizer: Optimizer) -> list[dict[str, 
             **(
                 {"device_memory_bytes": accelerator.total_memory(stage.device)}
                 if (accelerator := accelerator_of(stage.device)) is not None
-                else {"microbatch_bytes": stage.saved_bytes or 0}
+                else {
+                    "microbatch_bytes": stage.bytes_in_flight(in_flight[stage.index])
+                    // in_flight[stage.index]
+                }
             ),
             **({"compiled_layers": _count_compiled(pipeline, stage)} if pipeline.compiles else {}),
         }

@@ -24,7 +24,18 @@ import torch
 import torch.distributed as dist
 
 from hybridtrain._base.accelerator import Event, accelerator_of
-from hybridtrain.schedule import Action, Schedule, Span, mean_backwards, mean_costs, window
+from hybridtrain.schedule import (
+    Action,
+    CopySpan,
+    Held,
+    Schedule,
+    Span,
+    SpansWithCopies,
+    copies_of,
+    mean_backwards,
+    mean_costs,
+    window,
+)
 from hybridtrain.world import World
 
 _QUESTIONS = 10
@@ -56,6 +67,7 @@ class Timeline:
         self._peers = peers
         self._marks: list[list[tuple[Action, Mark, Mark]]] = [[] for _ in devices]
         self._computed: dict[Action, tuple[Mark, Mark]] = {}
+        self._copied: list[list[tuple[Held, bool, Mark, Mark]]] = [[] for _ in devices]
         _align(devices)
         if peers is not None and (accelerator := accelerator_of(devices[peers.own_lane])):
             # The origins of the events and of the compared clock must be the same time.
@@ -82,8 +94,22 @@ class Timeline:
         if computed is not None:
             self._computed[action] = (computed, end)
 
+    def record_copy(self, lane: int, held: Held, back: bool, start: Mark, end: Mark) -> None:
+        """Records that activations of `lane` were copied to the host, or `back`.
+
+        Args:
+            lane: the index of the lane.
+            held: the stage and the micro-batch.
+            back: whether they came back.
+            start: the start of the copy.
+            end: the end of the copy.
+        """
+        self._copied[lane].append((held, back, start, end))
+
     def spans(self) -> tuple[tuple[Span, ...], ...]:
         """Returns the spans of each lane, in seconds since the start of the step.
+
+        With offloaded activations, these are `SpansWithCopies`.
 
         The first call is a collective if lanes are in several processes. Times count from the start
         of the process that started first; across nodes, this is exact to half the time of a
@@ -102,13 +128,16 @@ class Timeline:
 
     def computing(self) -> tuple[tuple[Span, ...], ...]:
         """Returns the spans without the waits for the all-reduce."""
-        return tuple(
+        spans = self.spans()
+        computing = tuple(
             tuple(
                 Span(action, start, end - self.reductions.get(action, 0.0))
                 for action, start, end in lane
             )
-            for lane in self.spans()
+            for lane in spans
         )
+        copies = copies_of(spans)
+        return SpansWithCopies.of(computing, copies) if copies else computing
 
     def _read_own(self) -> None:
         self._spans = self._own_spans()
@@ -118,7 +147,9 @@ class Timeline:
     def _told(self, peers: LanePeers) -> _LaneSpans:
         """Returns the data about this process's lane for the other processes."""
         assert self._spans is not None
-        return _LaneSpans(self._began, self._spans[peers.own_lane], self._reductions)
+        copies = copies_of(self._spans)
+        own = copies[peers.own_lane] if copies else ()
+        return _LaneSpans(self._began, self._spans[peers.own_lane], self._reductions, own)
 
     def _put_together(
         self, peers: LanePeers, lanes: Sequence[_LaneSpans], ahead: Sequence[float]
@@ -137,19 +168,36 @@ class Timeline:
             )
             for lane, start_of_lane in zip(lanes, began, strict=True)
         )
+        copies = [
+            [
+                CopySpan(*copy[:3], *(time + start_of_lane - min(began) for time in copy[3:]))
+                for copy in lane.copies
+            ]
+            for lane, start_of_lane in zip(lanes, began, strict=True)
+        ]
+        if any(copies):
+            self._spans = SpansWithCopies.of(self._spans, copies)
         self._reductions = {
             Action(*action): wait for lane in lanes for action, wait in lane.reductions.items()
         }
 
     def _own_spans(self) -> tuple[tuple[Span, ...], ...]:
-        lanes = []
-        for device, marks, zero in zip(self._devices, self._marks, self._zero, strict=True):
+        lanes, copies = [], []
+        for device, marks, copied, zero in zip(
+            self._devices, self._marks, self._copied, self._zero, strict=True
+        ):
             if (accelerator := accelerator_of(device)) is not None:
                 accelerator.synchronize(device)
             lanes.append(
                 tuple(Span(action, _since(zero, a), _since(zero, b)) for action, a, b in marks)
             )
-        return tuple(lanes)
+            copies.append(
+                [
+                    CopySpan(*held, back, _since(zero, a), _since(zero, b))
+                    for held, back, a, b in copied
+                ]
+            )
+        return SpansWithCopies.of(lanes, copies) if any(copies) else tuple(lanes)
 
     @property
     def own_lanes(self) -> range:
@@ -219,11 +267,12 @@ def read_timelines(timelines: Sequence[Timeline]) -> None:
 
 
 class _LaneSpans(NamedTuple):
-    """The spans of a lane in another process, their origin, and its `reductions`."""
+    """The spans of a lane in another process, their origin, its `reductions` and its copies."""
 
     began: float
     spans: tuple[Span, ...]
     reductions: Mapping[Action, float]
+    copies: tuple[CopySpan, ...] = ()
 
 
 @dataclass(frozen=True)

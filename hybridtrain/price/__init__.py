@@ -20,6 +20,7 @@ from hybridtrain.price.plan_table import (
     find_plans,
     in_words,
     model_costs,
+    offload_in_words,
     recompute_option,
 )
 from hybridtrain.price.prediction import Prediction, predict_step, why_not_priced
@@ -49,6 +50,7 @@ __all__ = [
     "fully_sharded",
     "in_words",
     "model_costs",
+    "offload_in_words",
     "predict_step",
     "proposed",
     "recompute_option",

@@ -9,7 +9,13 @@ from functools import cached_property, lru_cache
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.replica_shares import samples_by_replica
 from hybridtrain.errors import ConfigError, ScheduleError, argument
-from hybridtrain.options import ENGINES, SHARD_MODES, OptimizerState, PipelineOptions
+from hybridtrain.options import (
+    ENGINES,
+    OFFLOAD_MODES,
+    SHARD_MODES,
+    OptimizerState,
+    PipelineOptions,
+)
 from hybridtrain.partitioning import whole_stages
 from hybridtrain.price.unequal import EQUAL, Arrangement, arrangements
 from hybridtrain.schedule import (
@@ -68,6 +74,8 @@ class ParallelLayout:
         recompute: `never`, `except_last`, `always` or `layers`; for `layers`, `Price.recomputed`
             lists the recomputed layers.
         arrangement: the places of unequal devices, and the shares of the replicas.
+        gradient_sums: the gradients of logical replicas that a process keeps at most while it
+            computes another one's, in copies of its gradients.
     """
 
     nb_part: int = 1
@@ -80,6 +88,7 @@ class ParallelLayout:
     shard: str = "none"
     arrangement: Arrangement = EQUAL
     offload: str = "none"
+    gradient_sums: int = 0
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -171,7 +180,8 @@ class Choices:
     A sequence with one value fixes the setting. `schedule` defaults to all registered schedules.
 
     Attributes:
-        offload: the option `offload` of all layouts.
+        offload: the values of the option `offload`; a further one is tried where the one before
+            it does not fit, if the rates of copies to the host are known.
         options: pipeline options that determine the cut (`split`); None: the search also chooses
             the cut.
         arrange: yields the ways to place pipelines on the devices.
@@ -184,7 +194,7 @@ class Choices:
     stages_per_device: Sequence[int] = (1, 2, 4)
     recompute: Sequence[str] = ("never", "layers", "except_last", "always")
     shard: Sequence[str] = SHARD_MODES
-    offload: str = "none"
+    offload: Sequence[str] = OFFLOAD_MODES
     options: PipelineOptions | None = None
     arrange: Callable[[Hardware, int, int], Iterable[Arrangement]] = arrangements
 
@@ -242,14 +252,15 @@ def _placed(
         for chunks in choices.chunks or _chunks(of_replica, placed.has_unequal_shares):
             for schedule, v in _schedules(nb_part, chunks, layers, choices):
                 shape = nb_part, chunks, v
-                if choices.offload != "none" and not _offloads(schedule, shape, hardware.device):
+                offload = choices.offload[0]
+                if offload != "none" and not _offloads(schedule, shape, hardware.device):
                     continue
                 for recompute in _recompute_modes(chunks, choices):
                     for shard in choices.shard if replicas > 1 else ("none",):
                         yield replace(
                             placed, engine=engine, chunks=chunks, schedule=schedule,
                             stages_per_device=v, recompute=recompute, shard=shard,
-                            offload=choices.offload,
+                            offload=offload,
                         )  # fmt: skip
 
 
@@ -279,9 +290,25 @@ def _schedules(
 def _recompute_modes(chunks: int, choices: Choices) -> Sequence[str]:
     """Returns the modes to try; with one micro-batch `except_last` is the same as `never`."""
     same = chunks == 1 and "never" in choices.recompute
-    moves_inputs = choices.offload == "inputs"  # which only recomputed layers keep
+    moves_inputs = choices.offload[0] == "inputs"  # which only recomputed layers keep
     left_out = ["except_last"] * same + ["never"] * moves_inputs
     return [mode for mode in choices.recompute if mode not in left_out]
+
+
+def moving_more(
+    layout: ParallelLayout, choices: Choices, hardware: Hardware
+) -> ParallelLayout | None:
+    """Returns the layout with the next value of `offload`, which moves more; None: there is none.
+
+    None as well if the rates of copies are unknown, or no activations would leave a device.
+    """
+    shape = layout.nb_part, layout.chunks, layout.stages_per_device
+    if hardware.host_copies is None or not _offloads(layout.schedule, shape, hardware.device):
+        return None
+    further = choices.offload[choices.offload.index(layout.offload) + 1 :]
+    # only recomputed layers keep inputs
+    further = [mode for mode in further if mode != "inputs" or layout.recompute != "never"]
+    return replace(layout, offload=further[0]) if further else None
 
 
 @lru_cache(maxsize=4096)

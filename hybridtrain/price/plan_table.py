@@ -12,7 +12,7 @@ from torch import nn
 
 from hybridtrain._base.hardware import GIB, Hardware
 from hybridtrain._base.text_table import counted, text_table, with_unit
-from hybridtrain.errors import ConfigError, argument, check_choice, setting
+from hybridtrain.errors import ConfigError, SplitError, argument, check_choice, setting
 from hybridtrain.options import OptimizerState
 from hybridtrain.partitioning import (
     COST_SOURCES,
@@ -36,7 +36,9 @@ from hybridtrain.schedule import (
     Schedule,
     Span,
     Spans,
+    SpansWithCopies,
     actions_as_text,
+    copies_of,
     make_schedule,
     registered,
 )
@@ -48,6 +50,12 @@ _VERY_LARGE = 30e9
 # On more devices, published steps with ZeRO-3 took 2 to 4 times as long as predicted
 # (docs/planning-details.md).
 _MOST_SHARDED = 512
+
+HOW_TO_MEASURE_COPIES = (
+    "To measure the copies run `hybridtrain measure-machine` on this machine, or set "
+    "hardware.to_host_bytes_per_s="
+)
+"""What to do if the rates of copies between devices and their host are unknown."""
 
 # The number of rejected layouts to show with their times.
 _NEXT = 2
@@ -72,10 +80,12 @@ class PricedPlans:
     rate: str = "fp32"
 
     def __str__(self) -> str:
+        offloads = any(price.layout.offload != "none" for price in self.prices)
         lines: list[tuple[str, ...]] = [
             (
                 *("step ms", "samples/s", "idle", "memory", "nb_part", "replicas", "chunks"),
-                *("stages/device", "schedule", "engine", "recompute", "shard", "binds"),
+                *("stages/device", "schedule", "engine", "recompute", *["offload"] * offloads),
+                *("shard", "binds"),
             )
         ]
         for price in self.prices:
@@ -89,20 +99,26 @@ class PricedPlans:
                     *map(str, (layout.nb_part, layout.replicas, layout.chunks)),
                     str(layout.stages_per_device),
                     *(layout.schedule, layout.engine, _recomputed_in_words(price)),
+                    *([layout.offload] * offloads),
                     *(layout.shard, price.binds),
                 )
             )
         return "\n".join(text_table(lines, right_aligned=8))
 
     def copies_in_words(self) -> str:
-        """Returns what the first plan's offloading copies, which the prices leave out."""
+        """Returns what the first plan's offloading copies, and whether the prices know it."""
         best = self.prices[0]
         moved = offloaded_bytes(self.table, self.hardware, self.work, best.layout, best.counts)
+        text = (
+            f"{setting('offload', best.layout.offload)}: a device moves {with_unit(max(moved))} "
+            "per batch to the host and back"
+        )
+        if self.hardware.host_copies is not None:
+            return f"{text}, of which {best.copies_ms:.1f} ms of the step are exposed"
         rate = max(moved) * self.work.accumulate / (best.pipeline_ms / 1e3)
         return (
-            f"{setting('offload', best.layout.offload)}: the predicted times leave out the copies; "
-            f"a device moves {with_unit(max(moved))} per batch to the host and back, which is "
-            f"hidden if the link sustains {rate / 1e9:.1f} GB/s in each direction"
+            f"{text}; the predicted times leave out these copies, which are hidden if the link "
+            f"sustains {rate / 1e9:.1f} GB/s in each direction. {HOW_TO_MEASURE_COPIES}"
         )
 
     @property
@@ -243,9 +259,14 @@ class PricedPlans:
         table = self.table.recomputing(frozenset(price.recomputed))
         times = stage_times(table, self.hardware, self.work, layout, price.counts)
         spans = times.spans(schedule)
-        return [
+        seconds = [
             [Span(action, start / 1e3, end / 1e3) for action, start, end in lane] for lane in spans
         ]
+        copies = [
+            [copy._replace(start=copy.start / 1e3, end=copy.end / 1e3) for copy in lane]
+            for lane in copies_of(spans)
+        ]
+        return SpansWithCopies.of(seconds, copies)
 
 
 def find_plans(
@@ -379,6 +400,51 @@ def recompute_option(price: Price, table: CostTable) -> str | list[str]:
     return [costs[index].name for index in price.recomputed] or price.layout.recompute
 
 
+def offload_in_words(
+    prices: Sequence[Price],
+    table: CostTable,
+    hardware: Hardware,
+    work: StepWork,
+    choices: Choices,
+) -> str | None:
+    """Returns one line about why activations wait in the host's memory, or why that was not tried.
+
+    Args:
+        prices: first the chosen layout.
+        table: the costs of the model's layers.
+        hardware: the devices.
+        work: the work of a step.
+        choices: what was searched.
+
+    Returns:
+        None: there is nothing to say.
+    """
+    best = prices[0]
+    if len(choices.offload) == 1:
+        return None
+    if hardware.host_copies is None:
+        if best.layout.recompute == "never" and not best.binds.endswith("memory"):
+            return None  # memory has not limited the choice
+        return (
+            f"{argument('offload')} was not considered, because the rates of copies between "
+            f"devices and their host are unknown. {HOW_TO_MEASURE_COPIES}"
+        )
+    if best.layout.offload == "none":
+        return None
+    chosen = f"{setting('offload', best.layout.offload)} was chosen: without it"
+    try:
+        kept = replace(choices, offload=["none"], nb_part=[best.layout.nb_part])
+        other = find_layouts(table, hardware, work, kept, best=1)[0]
+    except SplitError:
+        return f"{chosen} nothing fits"
+    names = ("chunks", "schedule", "stages_per_device")
+    settings = ", ".join(setting(name, getattr(other.layout, name)) for name in names)
+    return (
+        f"{chosen} the fastest plan that fits takes {other.step_ms:.1f} instead of "
+        f"{best.step_ms:.1f} ms per step ({settings}, recompute {_recomputed_in_words(other)})"
+    )
+
+
 def choice_in_words(prices: Sequence[Price], names: Sequence[str], costs_from: str) -> str:
     """Returns one line: the first layout's settings, time and memory, and the next two times.
 
@@ -414,6 +480,7 @@ def in_words(price: Price) -> str:
         "of which recomputed": price.recompute_ms,
         "waiting for the host": round(price.host_ms, 1),  # often 0 but for rounding
         "exposed transfers": price.transfer_ms,
+        "exposed copies to the host and back": round(price.copies_ms, 1),
         "exposed all-reduce": price.reduce_ms,
         "optimizer": price.optimizer_ms,
         "data, in the background": price.data_ms,

@@ -56,6 +56,8 @@ class Price:
             their operators.
         recompute_ms: the part of `compute_ms` that recomputes forwards.
         transfer_ms: the time that the step would save without transfers between devices.
+        copies_ms: the time that the step would save if offloaded activations were copied in no
+            time.
         reduce_ms: communication between replicas after the end of the backwards.
         optimizer_ms: the optimizer's update.
         data_ms: loading the next batches, which overlaps with everything else.
@@ -63,8 +65,8 @@ class Price:
         memory: the peak memory of each device.
         in_flight: for each stage, the peak number of micro-batches in flight.
         recomputed: the indices of the layers that are recomputed individually.
-        binds: the bottleneck: `compute`, `idle`, `transfers`, `all-reduce`, `optimizer`, `host` or
-            `data`, plus `memory` where memory is nearly full.
+        binds: the bottleneck: `compute`, `idle`, `transfers`, `copies`, `all-reduce`, `optimizer`,
+            `host` or `data`, plus `memory` where memory is nearly full.
     """
 
     layout: ParallelLayout
@@ -75,6 +77,7 @@ class Price:
     host_ms: float
     recompute_ms: float
     transfer_ms: float
+    copies_ms: float
     reduce_ms: float
     optimizer_ms: float
     data_ms: float
@@ -123,6 +126,11 @@ def price(
     transfer = 0.0
     if any(times.transfer):
         transfer = simulated.length - simulated_step(layout, without_transfers).length
+    copies = 0.0
+    if times.copies is not None:
+        without_copies = replace(times, copies=None)
+        # an action that starts later may let another one start earlier
+        copies = max(0.0, simulated.length - simulated_step(layout, without_copies).length)
     stages = table.stages_at(layout.samples(work), counts)
     reduce = _exchange_ms(stages, hardware, layout, simulated)
     optimizer = optimizer_ms(stages, hardware, work, layout)
@@ -135,8 +143,9 @@ def price(
     memory = device_memory(table, hardware, work, layout, counts)
     parts = {
         "compute": compute * work.accumulate,
-        "idle": (simulated.length - transfer - busy) * work.accumulate,
+        "idle": (simulated.length - transfer - copies - busy) * work.accumulate,
         "transfers": transfer * work.accumulate,
+        "copies": copies * work.accumulate,
         "all-reduce": reduce,
         "optimizer": optimizer,
         "host": (batch_ms - contended_ms + busy - compute) * work.accumulate,
@@ -160,6 +169,7 @@ def price(
         host_ms=parts["host"],
         recompute_ms=max(layout.by_device(times.recompute)) * layout.chunks * work.accumulate,
         transfer_ms=parts["transfers"],
+        copies_ms=parts["copies"],
         reduce_ms=reduce,
         optimizer_ms=optimizer,
         data_ms=data,

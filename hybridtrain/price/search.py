@@ -10,7 +10,9 @@ first layout from the queue, computes a tighter bound and puts it back:
 
 So no unsimulated layout is faster than a result. If a model has few possible cuts, all of them
 enter the queue; otherwise the most even cut does, before and after local improvement. With
-`recompute="layers"` the cut determines which layers are recomputed: as few as memory allows.
+`recompute="layers"` the cut determines which layers are recomputed: as few as memory allows. A
+layout whose activations wait in the host's memory enters the queue where memory limits the layout
+without, which is never slower.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from hybridtrain.partitioning import (
     improved_cut,
 )
 from hybridtrain.price.bounds import AllLayers, least_step_ms, least_step_ms_of_any_cut
-from hybridtrain.price.layout import Choices, ParallelLayout, StepWork, layouts
+from hybridtrain.price.layout import Choices, ParallelLayout, StepWork, layouts, moving_more
 from hybridtrain.price.price import Price, optimizer_ms, price
 from hybridtrain.price.stage_needs import (
     device_memory,
@@ -82,7 +84,8 @@ class DoesNotFit(SplitError):
         self.in_words = (
             f"{setting('nb_part', layout.nb_part)}, {setting('chunks', layout.chunks)}, "
             f"{setting('schedule', layout.schedule)}, recompute {recompute}, "
-            f"{setting('shard', layout.shard)}"
+            + f"{setting('offload', layout.offload)}, " * (layout.offload != "none")
+            + setting("shard", layout.shard)
         )
         super().__init__(
             f"no plan fits: the plan with the least memory needs {with_unit(nbytes)} on device "
@@ -132,7 +135,7 @@ def find_layouts(
         SplitError: the model cannot be cut into as many stages.
     """
     choices = choices or Choices()
-    search = _Search(table, hardware, work, choices.options)
+    search = _Search(table, hardware, work, choices)
     candidates = layouts(hardware, work, len(table.sizes), choices)
     prices = search.fastest(candidates, best)
     if not prices:
@@ -144,8 +147,8 @@ def find_layouts(
 def proposed(prices: Sequence[Price]) -> Price:
     """Returns the simplest of the layouts that are about as fast as the fastest.
 
-    The simplest has the fewest stages, then the simplest engine and schedule, then no recomputation
-    and no sharding if possible, and then the least memory.
+    The simplest has the fewest stages, then the simplest engine and schedule, then no
+    recomputation, no offloading and no sharding if possible, and then the least memory.
     """
     limit = ALIKE * min(price.step_ms for price in prices)
 
@@ -156,6 +159,7 @@ def proposed(prices: Sequence[Price]) -> Price:
             layout.engine == "distributed",
             layout.splits_backwards,
             layout.recompute != "never",
+            layout.offload != "none",
             layout.shard != "none",
             price.peak_bytes,
             price.step_ms,
@@ -172,12 +176,13 @@ class _Search:
         table: CostTable,
         hardware: Hardware,
         work: StepWork,
-        options: PipelineOptions | None = None,
+        choices: Choices | None = None,
     ) -> None:
         self._table = table
         self._hardware = hardware
         self._work = work
-        self._options = options
+        self._choices = choices or Choices()
+        self._options = self._choices.options
         self._even_cut = cache(self._most_even_cut)
         self._all_layers = cache(partial(AllLayers.of, table))
         self._weighed_at = cache(self._weighed_of)
@@ -214,6 +219,9 @@ class _Search:
                 for counts in self.cuts(layout):
                     bound = max(entry.bound_ms, self.bound_of_cut(layout, counts))
                     heapq.heappush(queue, _Entry(bound, next(numbers), layout, counts))
+                wider = moving_more(layout, self._choices, self._hardware)
+                if wider is not None and self._is_limited(layout):
+                    heapq.heappush(queue, _Entry(entry.bound_ms, next(numbers), wider))
         # bounds differ from prices by rounding
         return sorted(prices.values(), key=lambda price: price.step_ms)
 
@@ -259,6 +267,18 @@ class _Search:
                 return []
         improved = improved_cut(counts, partial(self.bound_of_cut, layout), fits, no_cut_before)
         return [improved] if improved == counts else [improved, counts]
+
+    def _is_limited(self, layout: ParallelLayout) -> bool:
+        """Returns whether memory leaves out a cut of a layout, or asks for recomputed layers."""
+        if not self._weights_fit(layout):
+            return False  # with less activations, too
+        cuts = self._few_cuts(layout)
+        if cuts is None:
+            even = self._even_cut(layout.samples(self._work), layout.recompute, layout.stage_speeds)
+            cuts = [] if even is None else [even]
+        if layout.recompute == "layers":
+            return any(self._recomputed(layout, tuple(cut)) != frozenset() for cut in cuts)
+        return not all(self._fits(layout, cut) for cut in cuts)
 
     def _few_cuts(self, layout: ParallelLayout) -> list[list[int]] | None:
         """Returns all cuts that the stages may have; None: there are many."""
@@ -368,7 +388,11 @@ class _Search:
         """
         least: tuple[int, int, ParallelLayout] | None = None
         evaluated = 0
-        closest = sorted(filter(has_table, candidates), key=self._least_bytes)
+        every = list(filter(has_table, candidates))
+        for layout in every:  # grows
+            if (wider := moving_more(layout, self._choices, self._hardware)) is not None:
+                every.append(wider)
+        closest = sorted(every, key=self._least_bytes)
         for number, layout in enumerate(closest):
             if number >= _CLOSE and evaluated > _MOST_EVALUATED:
                 break
@@ -410,13 +434,15 @@ class _Search:
     def _least_bytes(self, layout: ParallelLayout) -> float:
         """Returns an estimate of the bytes per device: an even share of weights and activations."""
         costs = self._weighed(layout)
-        alive = 1 if layout.recomputed else sum(most_in_flight(layout)) / layout.stages
+        alive = sum(most_in_flight(layout)) / layout.stages
+        if layout.offload == "all":
+            alive = min(alive, 3)  # one is used, one comes back and one leaves
         whole = sum(cost.weight_bytes + alive * cost.activation_bytes for cost in costs)
         return whole / layout.nb_part
 
     def _weighed(self, layout: ParallelLayout) -> list[LayerCost]:
         """Returns the costs with weight bytes, and with the least activation bytes possible."""
-        single = layout.recompute == "layers"
+        single = layout.recompute in ("layers", "always", "except_last")
         return self._weighed_at(layout.samples(self._work), layout.replicas, layout.shard, single)
 
     def _weighed_of(self, samples: int, replicas: int, shard: str, single: bool) -> list[LayerCost]:

@@ -18,6 +18,7 @@ from hybridtrain.partitioning import (
 )
 from hybridtrain.price.layout import ParallelLayout, StepWork
 from hybridtrain.schedule import (
+    CopyTimes,
     Durations,
     Moment,
     Offloading,
@@ -43,7 +44,8 @@ class DeviceMemory:
 
     Attributes:
         weights: parameters and buffers.
-        gradients: gradients, in the buckets of the all-reduce.
+        gradients: gradients, in the buckets of the all-reduce, and those that logical replicas wait
+            to add.
         state: optimizer state.
         activations: activations of the micro-batches in flight, when their sum with `boundaries` is
             largest.
@@ -121,22 +123,41 @@ def _bytes_at_peak(
         layout: the parallel layout.
     """
     activations = boundaries = peak = 0
-    offloads, whole = layout.offload != "none", layout.recompute in ("always", "except_last")
     for moment in moments:
         here = there = 0
-        for stage, inputs, alive, waiting, present in zip(own_stages, *moment[1:], strict=True):
-            nbytes = stages[stage].activation_bytes
-            away = inputs - present if offloads else 0
-            moved = nbytes if layout.offload == "all" else stages[stage].restart_bytes
-            here += alive * nbytes + round(WAITING * waiting * nbytes)
-            here -= min(away, alive) * moved
-            there += inputs * stages[stage].input_bytes
-            if layout.offload == "all" or whole:
-                there -= away * stages[stage].input_bytes
+        for stage, inputs, alive, waiting, present in zip(own_stages, *moment[2:], strict=True):
+            sums = stages[stage]
+            here += alive * sums.activation_bytes + (inputs - alive) * sums.kept_bytes
+            here += round(WAITING * waiting * sums.activation_bytes)
+            there += inputs * sums.input_bytes
+            if layout.offload != "none":
+                away = inputs - present
+                recomputed = min(away, inputs - alive)  # which are the first
+                for number, is_recomputed in ((recomputed, True), (away - recomputed, False)):
+                    own, received = _moved_bytes(sums, layout.offload, is_recomputed)
+                    here -= number * own
+                    there -= number * received
         if here + there > activations + boundaries:
             activations, boundaries = here, there
-        peak = max(peak, here + there + stages[moment.stage].temporary_bytes)
+        running = stages[moment.stage]
+        while_it_runs = running.again_bytes if moment.recomputes else running.temporary_bytes
+        peak = max(peak, here + there + while_it_runs)
     return activations, boundaries, peak - activations - boundaries
+
+
+def _moved_bytes(sums: StageSums, offload: str, is_recomputed: bool) -> tuple[int, int]:
+    """Returns the bytes of a micro-batch that leave a device: of a stage's layers, and its input.
+
+    Args:
+        sums: the costs of the stage.
+        offload: what leaves the device, as in `PipelineOptions`.
+        is_recomputed: whether all its layers are recomputed.
+    """
+    if offload == "all":
+        return sums.kept_bytes if is_recomputed else sums.activation_bytes, sums.input_bytes
+    if is_recomputed:
+        return sums.kept_inputs_bytes, sums.input_bytes
+    return sums.restart_bytes, sums.input_bytes * sums.restarts_from_input
 
 
 def most_in_flight(layout: ParallelLayout) -> tuple[int, ...]:
@@ -202,13 +223,8 @@ def offloaded_bytes(
     for copies in offload_copies(schedule, offloading_on(hardware.device)).values():
         if copies.away is not None:
             stage, microbatch = copies.away
-            sums, nbytes = stages[stage], 0
-            if microbatch not in whole:
-                every = layout.offload == "all"
-                nbytes = sums.activation_bytes if every else sums.restart_bytes
-            if layout.offload == "all" or microbatch in whole:
-                nbytes += sums.input_bytes
-            moved[layout.devices[stage]] += nbytes
+            parts = _moved_bytes(stages[stage], layout.offload, microbatch in whole)
+            moved[layout.devices[stage]] += sum(parts)
     return moved
 
 
@@ -272,11 +288,11 @@ def _continued(
 
     continued = []
     for few, more in zip(small, larger, strict=True):
-        if [moment.stage for moment in few] != [moment.stage for moment in more]:
+        if [moment[:2] for moment in few] != [moment[:2] for moment in more]:
             return None
         continued.append(
             tuple(
-                Moment(first.stage, *map(line, first[1:], other[1:]))
+                Moment(first.stage, first.recomputes, *map(line, first[2:], other[2:]))
                 for first, other in zip(few, more, strict=True)
             )
         )
@@ -309,7 +325,7 @@ def _fixed_bytes(
     Gradients are views of DDP's buckets, which DDP never frees.
     """
     sharded = state if layout.shard == "none" else -(-state // layout.replicas)
-    return weights, trained, sharded
+    return weights, trained * (1 + layout.gradient_sums), sharded
 
 
 # CPU time of the operators in a two-part backward, relative to a whole one: tensors that both parts
@@ -360,7 +376,22 @@ def stage_times(
         _transfer_ms(hardware, layout, border, behind.input_bytes)
         for border, behind in enumerate(sums[1:])
     )
-    return StageTimes(**by_field, transfer=transfer)
+    copies = _copy_times(hardware, layout, sums)
+    return StageTimes(**by_field, transfer=transfer, copies=copies)
+
+
+def _copy_times(
+    hardware: Hardware, layout: ParallelLayout, stages: Sequence[StageSums]
+) -> CopyTimes | None:
+    """Returns the milliseconds of the copies; None: nothing is copied, or the rates are unknown."""
+    rates = hardware.host_copies
+    if layout.offload == "none" or rates is None:
+        return None
+    recomputed = layout.recompute in ("always", "except_last")
+    moved = [sum(_moved_bytes(sums, layout.offload, recomputed)) for sums in stages]
+    away, back = (tuple(nbytes / rate * 1e3 for nbytes in moved) for rate in rates[:2])
+    slowed = min(rates[:2]) / rates[2]
+    return CopyTimes(away, back, slowed, offloading_on(hardware.device))
 
 
 def _weight_share(costs: StageSums) -> float:

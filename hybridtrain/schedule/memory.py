@@ -23,8 +23,9 @@ class Moment(NamedTuple):
 
     Attributes:
         stage: the running stage.
+        recomputes: 1 if it runs a micro-batch whose layers are recomputed, otherwise 0.
         inputs: the number of micro-batches begun and not finished, for each of the device's stages.
-        activations: the number of those with stored activations; fewer with recomputation.
+        activations: the number of those whose layers are not recomputed.
         waiting: the number of those between the two parts of their backward, counted from the start
             of the first part.
         on_device: the number of micro-batches begun and not finished with activations on the
@@ -32,6 +33,7 @@ class Moment(NamedTuple):
     """
 
     stage: int
+    recomputes: int
     inputs: tuple[int, ...]
     activations: tuple[int, ...]
     waiting: tuple[int, ...]
@@ -51,8 +53,8 @@ def fullest_moments(
 
     Args:
         schedule: the schedule.
-        recomputed: the micro-batches with activations recomputed in their backward, which is then
-            not split.
+        recomputed: the micro-batches whose layers are recomputed in their backward, one after the
+            other; it is then not split.
         splits_backward: False to run all backwards whole, at the position of their first part.
         offloading: how activations leave the device, see `offload_copies`; None: they stay.
     """
@@ -86,20 +88,20 @@ def _fullest_moments_of(
         if kind == "W" and not divided:
             continue  # the backward ran at the position of its first part
         inputs[i] += kind == "F"
-        activations[i] += is_recomputed if kind in "BI" else kind == "F" and not is_recomputed
+        activations[i] += kind == "F" and not is_recomputed
         waiting[i] += divided and kind == "I"
         if kind == "F":
             on_device.add((stage, microbatch))
         counts = [0] * len(place)
         for other, _ in on_device:
             counts[place[other]] += 1
-        held = (stage, *inputs, *activations, *waiting, *counts)
+        held = (stage, int(is_recomputed), *inputs, *activations, *waiting, *counts)
         if held not in seen:
             seen.add(held)
             _keep_if_fullest(fullest[stage], held)
         if kind == "W" or (kind in "BI" and not divided):
             inputs[i] -= 1
-            activations[i] -= 1
+            activations[i] -= not is_recomputed
             waiting[i] -= divided
             finished.add((stage, microbatch))
         on_device -= leaving | finished
@@ -109,7 +111,7 @@ def _fullest_moments_of(
             on_device -= leaving
     n = len(place)
     return tuple(
-        Moment(held[0], *(held[k * n + 1 : (k + 1) * n + 1] for k in range(4)))
+        Moment(held[0], held[1], *(held[k * n + 2 : (k + 1) * n + 2] for k in range(4)))
         for frontier in fullest.values()
         for held in sorted(frontier)
     )

@@ -146,6 +146,47 @@ class Span(NamedTuple):
 Spans = Sequence[Sequence[Span]]
 """The spans of one step: one sequence per device."""
 
+
+class CopySpan(NamedTuple):
+    """The span of a copy of the activations of a micro-batch between a device and the host.
+
+    Attributes:
+        stage: their stage.
+        microbatch: their micro-batch.
+        back: True from the host to the device, False to the host.
+        start, end: in the caller's unit.
+    """
+
+    stage: int
+    microbatch: int
+    back: bool
+    start: float
+    end: float
+
+
+class SpansWithCopies(tuple[tuple[Span, ...], ...]):
+    """The spans of a step whose activations wait in the host's memory.
+
+    Attributes:
+        copies: the spans of the copies, one sequence per device.
+    """
+
+    copies: tuple[tuple[CopySpan, ...], ...]
+
+    @classmethod
+    def of(cls, spans: Spans, copies: Sequence[Sequence[CopySpan]]) -> SpansWithCopies:
+        """Returns spans with those of their copies."""
+        both = cls(map(tuple, spans))
+        both.copies = tuple(map(tuple, copies))
+        return both
+
+
+def copies_of(spans: Spans) -> tuple[tuple[CopySpan, ...], ...]:
+    """Returns the spans of the copies of each device; empty if there are none."""
+    copies = spans.copies if isinstance(spans, SpansWithCopies) else ()
+    return copies if any(copies) else ()
+
+
 Need = tuple[str, int, int]
 """The product of an action: `F`, `I` or `W`, for a stage and a micro-batch."""
 

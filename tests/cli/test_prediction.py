@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from cli_runs import succeed
+from support.launch import SMALL
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.run.prediction import beside_measured, prediction_in_words
+from hybridtrain.loss import cross_entropy
 from hybridtrain.model import HybridModel
 from hybridtrain.models import gpt
 from hybridtrain.options import PipelineOptions
-from hybridtrain.partitioning import LayerCost
+from hybridtrain.partitioning import LayerCost, LossOfStep, priced_mode, recompute_policy
 from hybridtrain.price import ParallelLayout, Prediction, StepWork, predict_step, why_not_priced
 from hybridtrain.schedule import make_schedule, peak_in_flight
 from hybridtrain.world import World
@@ -59,6 +63,53 @@ def test_the_memory_of_a_step_is_predicted_where_the_speed_is_not_known(model):
     assert found.memory_bytes == pytest.approx(counted, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "offload"),
+    [
+        ("gpipe", "always", "none"),
+        ("1f1b", "except_last", "none"),
+        ("gpipe", {"every": 2}, "none"),
+        ("gpipe", "always", "inputs"),
+        ("gpipe", "never", "all"),
+    ],
+)
+@pytest.mark.quick_cases(2)
+def test_the_memory_of_recomputed_and_offloaded_layers_is_predicted(schedule, recompute, offload):
+    torch.manual_seed(0)
+    chunks, tokens = 4, torch.randint(64, (8, 32))
+    options = PipelineOptions(
+        chunks=chunks, schedule=schedule, recompute=recompute, offload=offload
+    )
+    net = gpt(64, 32, n_layer=6, d_model=64, n_head=2)
+    model = HybridModel(net, World.from_env(2, "cpu"), options, self_check=False)
+    names = [layer.name for layer in model.planned.layers]
+    found = predict_step(
+        model.planned.layers,
+        model.plan.counts,
+        tokens[:2],
+        Hardware(device="cpu", devices_per_node=2),
+        StepWork(len(tokens)),
+        ParallelLayout(
+            2, chunks=chunks, schedule=schedule, recompute=priced_mode(recompute), offload=offload
+        ),
+        loss=LossOfStep(cross_entropy, tokens[:2]),
+        recomputed=recompute_policy(recompute, names).layers,
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.train_step(tokens, tokens, cross_entropy)
+    optimizer.step()
+    measured = [stage["peak_memory_bytes"] for stage in model.stage_summaries(optimizer)]
+    # samples of the batch and storages below 4 KiB stay, which the prediction moves
+    assert found.memory_bytes == pytest.approx(measured, rel=0.01 if offload == "none" else 0.1)
+    # what the options are about: activations without weights, gradients and optimizer state
+    fixed = [4 * sum(p.numel() for p in s.module.parameters()) * 4 for s in model.stages]
+    activations = [
+        [whole - weights for whole, weights in zip(sizes, fixed, strict=True)]
+        for sizes in (found.memory_bytes, measured)
+    ]
+    assert activations[0] == pytest.approx(activations[1], rel=0.05 if offload == "none" else 0.25)
+
+
 def test_stages_that_share_a_gpu_add_up_their_time_and_memory(model):
     costs = [
         LayerCost(name, 1, 3.0 / len(stage), 6.0 / len(stage))
@@ -102,6 +153,19 @@ def test_a_machine_of_known_speed_gives_a_time_without_a_measurement(model):
 def test_what_the_price_leaves_out_is_the_reason_for_no_prediction(settings, told):
     reason = why_not_priced(PipelineOptions(**settings))
     assert reason is None if told is None else reason.startswith(told)
+
+
+def test_the_memory_of_a_process_with_several_logical_replicas_is_predicted(tmp_path, capfd):
+    keys = ["pipeline.schedule=gpipe", "trainer.steps=1"]
+    found = {}
+    for replicas in (1, 2):
+        run = [f"world.replicas={replicas}", f"run_name=of_{replicas}"]
+        succeed(capfd, "train", *SMALL, "pipeline.nb_part=2", *keys, *run)
+        summary = json.loads((tmp_path / f"outputs/of_{replicas}/summary.json").read_text())
+        found[replicas] = [summary[kind]["memory_bytes"] for kind in ("predicted", "measured")]
+        assert found[replicas][0] == pytest.approx(found[replicas][1], rel=0.1)
+    # as many samples are in flight, and the gradients of the first one wait for the second's
+    assert all(two > one for one, two in zip(found[1][1], found[2][1], strict=True))
 
 
 def summary_of(peaks, nb_part, device_memory):

@@ -17,6 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 from hybridtrain import HybridModel, World
+from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.files import write_atomically
 from hybridtrain._base.hardware import GIB, Hardware, host_memory
 from hybridtrain.cli.config.option_files import THIS_MACHINE, measured_file
@@ -31,6 +32,9 @@ _BF16_FROM = (8, 0)
 _SECONDS = 3.0  # the duration of each measurement
 
 _MOST_RUNS = 50
+
+# The rates of copies between a device and its host.
+_COPIES = ("to_host_bytes_per_s", "from_host_bytes_per_s", "both_ways_bytes_per_s")
 
 # The layers that time the host: small, and enough that the time of starting does not count.
 _WIDTH = 16
@@ -103,7 +107,10 @@ def measured(seconds: float = _SECONDS) -> dict[str, Any]:
         "flops_reached": 1.0,
         "memory_bytes_per_s": first["memory_bytes_per_s"],
         "bandwidth_reached": 1.0,
-        "node_bytes_per_s": min(gpu["node_bytes_per_s"] for gpu in of_kind.values() or [first]),
+        **{
+            link: min(device[link] for device in of_kind.values() or [first])
+            for link in ("node_bytes_per_s", *_COPIES)
+        },
         "operator_s": first["operator_s"],
         "backward_operator_s": first["backward_operator_s"],
         "action_s": first["action_s"],
@@ -167,6 +174,7 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
             flops[name] = 2 * size**3 / _seconds(product, device, seconds)
         block = torch.zeros((2**30 if is_gpu else 2**26) // 4, device=device)
         copy = _seconds(lambda: block.clone(), device, seconds)
+        copies = copy_rates(device, (2**28 if is_gpu else 2**26), seconds)
         operator, backward_operator = host_seconds_per_operator(device, seconds)
         action, microbatch = host_seconds_of_schedule(device, seconds, operator, backward_operator)
         link = 2 * block.nbytes / copy / 2
@@ -184,6 +192,7 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
         "flops_per_s": {name: float(f"{rate:.3g}") for name, rate in flops.items()},
         "memory_bytes_per_s": float(f"{2 * block.nbytes / copy:.3g}"),
         "node_bytes_per_s": float(f"{link:.3g}"),
+        **{name: float(f"{rate:.3g}") for name, rate in zip(_COPIES, copies, strict=True)},
         "operator_s": float(f"{operator:.3g}"),
         "backward_operator_s": float(f"{backward_operator:.3g}"),
         "action_s": float(f"{action:.3g}"),
@@ -191,6 +200,50 @@ def measured_device(device: torch.device, seconds: float) -> dict[str, Any]:
         "library_gib": float(f"{libraries[0] / GIB:.3g}"),
         "library_gib_per_stage": float(f"{libraries[1] / GIB:.3g}"),
     }
+
+
+def copy_rates(device: torch.device, nbytes: int, seconds: float) -> tuple[float, float, float]:
+    """Returns the bytes per second that `pipeline.offload` copies to the host, back, and both ways.
+
+    The last is the rate in each direction while both run. A GPU copies to and from pinned memory,
+    in a stream for each direction. For a CPU device another buffer is the host's memory, and what
+    comes back gets new memory.
+
+    Args:
+        device: the device.
+        nbytes: the bytes of a copy.
+        seconds: how long to measure each.
+    """
+    accelerator = accelerator_of(device)
+    leaves = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    if accelerator is None:
+        host = torch.zeros_like(leaves)
+        away, back = partial(host.copy_, leaves), host.clone
+        with ThreadPoolExecutor(2) as threads:
+
+            def both() -> None:
+                for copy in [threads.submit(away), threads.submit(leaves.clone)]:
+                    copy.result()
+
+            times = [_seconds(run, device, seconds) for run in (away, back, both)]
+    else:
+        returns = torch.zeros_like(leaves)
+        pairs = (
+            (accelerator.host_memory(nbytes), leaves),
+            (returns, accelerator.host_memory(nbytes)),
+        )
+        streams = [accelerator.new_stream(device) for _ in pairs]
+
+        def copy(*ways: int) -> None:
+            for way in ways:
+                with accelerator.using([streams[way]]):
+                    accelerator.copy_into(*pairs[way])
+            accelerator.synchronize(device)
+
+        accelerator.synchronize(device)
+        times = [_seconds(partial(copy, *ways), device, seconds) for ways in ((0,), (1,), (0, 1))]
+    there, here, both_ways = (nbytes / time for time in times)
+    return there, here, both_ways
 
 
 def _small_layers() -> nn.Sequential:

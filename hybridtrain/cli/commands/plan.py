@@ -51,6 +51,7 @@ from hybridtrain.price import (
     choice_in_words,
     find_layouts,
     find_plans,
+    offload_in_words,
     why_not_priced,
 )
 from hybridtrain.world import World
@@ -58,7 +59,7 @@ from hybridtrain.world import World
 _log = logging.getLogger(__name__)
 
 # The keys to search unless they are set, with their groups.
-_OF_PIPELINE = ("nb_part", "chunks", "schedule", "stages_per_device", "recompute")
+_OF_PIPELINE = ("nb_part", "chunks", "schedule", "stages_per_device", "recompute", "offload")
 _KEYS = {**dict.fromkeys(_OF_PIPELINE, "pipeline"), "engine": "world", "shard": "world"}
 
 # For the picture: numbers of nodes, and micro-batches in the timeline.
@@ -162,6 +163,9 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
     searched = [name for name in _KEYS if len(getattr(choices, name) or "any") > 1]
     if searched:
         _log.info("%s", choice_in_words(plans.prices, searched, plans.table.costs_from))
+    known = plans.table, hardware, plans.work
+    if (why := offload_in_words(plans.prices, *known, choices)) is not None:
+        _log.info("%s", why)
     with writing(directory, World()):
         path = directory.plan_to_write()
         plans.plan().write(path)
@@ -248,6 +252,8 @@ def overrides_of(layout: ParallelLayout, recompute: str | list[str]) -> list[str
         "pipeline.recompute": recompute,
         "world.engine": layout.engine,
     }
+    if layout.offload != "none":
+        values["pipeline.offload"] = layout.offload
     if layout.shard != "none":
         values["world.shard"] = layout.shard
     if layout.arrangement.replica_shares:
@@ -275,8 +281,9 @@ def _fixed(settings: Settings) -> Choices:
             f"plan hardware=... does not support pipeline.recompute={values['recompute'][0]}: use "
             f"never, except_last or always, or remove it to search all three"
         )
-    offload = settings.config.pipeline.offload
-    return replace(Choices(), **values, offload=offload, arrange=partial(_arrange, settings.config))
+    if (offload := settings.config.pipeline.offload) != "none":  # also that of a recipe
+        values["offload"] = [offload]
+    return replace(Choices(), **values, arrange=partial(_arrange, settings.config))
 
 
 def _arrange(

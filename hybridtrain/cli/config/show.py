@@ -33,6 +33,9 @@ RARE = {
         "action_s",
         "microbatch_s",
         "message_s",
+        "to_host_bytes_per_s",
+        "from_host_bytes_per_s",
+        "both_ways_bytes_per_s",
     ),
 }
 """Keys by group that `--cfg job` shows only if they are set."""

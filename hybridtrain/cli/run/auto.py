@@ -2,9 +2,9 @@
 
 `pipeline.nb_part`, `pipeline.chunks` and `pipeline.schedule` get the values with the shortest
 predicted step that fit into memory, `data.batch_size` the largest that fits. `schedule=auto` also
-chooses the stages per device, recomputation and micro-batches unless they are set: saving memory
-costs time, and the cheapest way depends on the model. A resumed run keeps the values in its config,
-so that its steps stay the same.
+chooses the stages per device, recomputation, offloading and micro-batches unless they are set:
+saving memory costs time, and the cheapest way depends on the model. A resumed run keeps the values
+in its config, so that its steps stay the same.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ from hybridtrain.partitioning import MEASURED_SPLITS, CostTable, Planner, priced
 from hybridtrain.price import (
     Choices,
     DoesNotFit,
+    Hardware,
     Price,
     StepWork,
     choice_in_words,
     divisors,
     find_layouts,
     model_costs,
+    offload_in_words,
     proposed,
     recompute_option,
     why_not_priced,
@@ -61,7 +63,7 @@ _log = logging.getLogger(__name__)
 _SPLITS = ("uniform", "size", "time", "memory", "balanced")
 
 # The keys that `schedule=auto` also chooses unless they are set.
-_WITH_SCHEDULE = ("stages_per_device", "recompute", "chunks")
+_WITH_SCHEDULE = ("stages_per_device", "recompute", "chunks", "offload")
 
 
 def without_auto(settings: Settings) -> Config:
@@ -281,6 +283,7 @@ def _choose(
         )
 
     priced: list[Price] = []
+    searched: dict[int, tuple[CostTable, Hardware, StepWork, Choices]] = {}
     problems: list[ConfigError | SplitError] = []
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
@@ -304,7 +307,8 @@ def _choose(
                 _choices(keys, nb_part, share, config, options),
                 arrange=lambda *_, placed=placed: [placed],
             )
-            priced += find_layouts(table, hardware, work, choices)
+            searched[nb_part] = table, hardware, work, choices
+            priced += find_layouts(*searched[nb_part])
         except (ConfigError, SplitError) as error:
             problems.append(error)
     if not priced:
@@ -315,6 +319,8 @@ def _choose(
         values["recompute"] = recompute_option(best, table)
     prices = [best, *(price for price in priced if price is not best)]
     _log.info("%s", choice_in_words(prices, keys, table.costs_from))
+    if (why := offload_in_words(prices, *searched[best.layout.nb_part])) is not None:
+        _log.info("%s", why)
     return values
 
 
@@ -357,6 +363,6 @@ def _choices(
         else [pipeline.stages_per_device],
         recompute=modes if "recompute" in keys else [given_mode],
         shard=[config.world.shard],
-        offload=pipeline.offload,
+        offload=free.offload if "offload" in keys else [pipeline.offload],
         options=options if cuts_by_rule else None,
     )

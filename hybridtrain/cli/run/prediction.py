@@ -12,6 +12,7 @@ from typing import Any
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.microbatch import chunk_sizes
 from hybridtrain._base.microbatch import split as split_batch
+from hybridtrain._base.summation_tree import most_waiting
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.cli.config.schema import Config
 from hybridtrain.cli.run.context import RunContext
@@ -100,6 +101,7 @@ def predict_step_of_run(
         shard=options.shard if world.data_parallel_size > 1 else "none",
         arrangement=arrangement_of_run(hardware, world),
         offload=options.offload,
+        gradient_sums=most_waiting(world.owned_replicas, world.logical_replicas),
     )
     names = [layer.name for layer in planned.layers]
     first = tuple(split_batch(tree, sizes)[0] for tree in example)

@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from hybridtrain._base.text_table import with_unit
 from hybridtrain.observe.confusion import Confusion, is_confusion
-from hybridtrain.observe.pictures import COLOURS, CRITICAL, PARTS, WAITS
+from hybridtrain.observe.pictures import COLOURS, COPIES, CRITICAL, PARTS, WAITS
 from hybridtrain.observe.report.record import RunRecord
-from hybridtrain.schedule import WORDS, Action, Spans, critical_path, waits, window
+from hybridtrain.schedule import (
+    WORDS,
+    Action,
+    Spans,
+    copies_of,
+    critical_path,
+    waits,
+    window,
+)
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -231,7 +239,8 @@ def timeline(predicted: Spans, measured: Spans, bytes_of: Mapping[Action, int]) 
         rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.1,
         subplot_titles=("measured", "predicted"),
     )  # fmt: skip
-    height = 220 + 2 * 40 * len(measured)
+    rows = sum(len(spans) * (2 if copies_of(spans) else 1) for spans in (measured, predicted))
+    height = 220 + 40 * rows
     figure.update_layout(_figure("", height).layout, barmode="overlay", hovermode="closest")
     figure.update_layout(legend={"y": -0.16, "yanchor": "top", "x": 0, "xanchor": "left"})
     figure.update_annotations(x=0, xanchor="left")  # subplot titles
@@ -299,6 +308,27 @@ def _add_lanes(
             panel,
             1,
         )
+    for back, (words, colour) in COPIES.items():
+        copies = [
+            (device, copy)
+            for device, lane in enumerate(copies_of(spans))
+            for copy in lane
+            if copy.back == back
+        ]
+        if copies:
+            trace = bar(
+                words,
+                [device for device, _ in copies],
+                [(copy.start, copy.end) for _, copy in copies],
+                marker={"color": colour, "line": {"width": 0}},
+                customdata=[
+                    f"{words}: micro-batch {copy.microbatch}, stage {copy.stage}"
+                    for _, copy in copies
+                ],
+                hovertemplate="%{customdata}<br>%{x:.3f} ms, from %{base:.3f}<extra></extra>",
+            )
+            trace.y = [f"device {device}, copies" for device, _ in copies]
+            figure.add_trace(trace, panel, 1)
     if critical:
         critical_spans = [
             (device, span) for device, lane in enumerate(spans) for span in lane

@@ -337,7 +337,8 @@ class StepRun:
             )
         net = self._model.net
         stays = {storage_id(tensor) for tensor in (*net.parameters(), *net.buffers())}
-        return StepCopies(self.step.schedule, offloads, stays, is_compared(self.step.number))
+        counts, timeline = is_compared(self.step.number), self.step.timeline
+        return StepCopies(self.step.schedule, offloads, stays, counts, timeline)
 
     def _own_source(self, microbatch: int) -> Any:
         """Returns the inputs of a micro-batch, which stay on their device."""

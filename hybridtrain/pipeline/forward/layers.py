@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hybridtrain._base.microbatch import map_tensors
 from hybridtrain._base.module_call import ModuleCall
@@ -120,6 +120,8 @@ class LayersOfStage:
     Attributes:
         state: the state that forwards change.
         whole: the micro-batches of the step in which all layers are recomputed.
+        kept: by micro-batch, the tensors that recomputed layers start from, but for those that can
+            leave the device; in steps that are compared.
 
     Args:
         layers: the layers.
@@ -149,6 +151,7 @@ class LayersOfStage:
         self.rng = rng
         self.state = StageState(layers)
         self.whole: frozenset[int] = frozenset()
+        self.kept: dict[int, list[Tensor]] = {}
         self._recomputed = recomputed
         self._clone_inputs = clone_inputs
         self._tied = tied
@@ -193,6 +196,7 @@ class LayersOfStage:
         self._is_plain = not (self._recomputed or self._compiled or self._compares)
         self._is_late = self._steps > 4
         self._records.clear()
+        self.kept.clear()
 
     def recomputes(self, microbatch: int) -> bool:
         """Returns whether the backward of a micro-batch recomputes some layers."""
@@ -295,6 +299,9 @@ class LayersOfStage:
                 refuse_overlaps((args, kwargs), layer.name)
             args, kwargs = map_tensors(_copy_for_later, (args, kwargs))
         objects, popped = offload.kept((structure_copy((args, kwargs)), popped))
+        if self._compares:  # to count them
+            kept = (leaf for leaf in tree_leaves((objects, popped)) if isinstance(leaf, Tensor))
+            self.kept.setdefault(microbatch, []).extend(kept)
         assert trip.layer is not None
         device = trip.on_device_again(trip.layer)
 

@@ -6,7 +6,10 @@ their state, and the backwards of micro-batches in flight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.shares import MicrobatchPlace
-from hybridtrain._base.tensors import storages
+from hybridtrain._base.tensors import byte_size, storages
 from hybridtrain._base.torch_private import tensors_saved_by
 from hybridtrain.errors import argument
 from hybridtrain.graph import Layer
@@ -30,19 +33,28 @@ from hybridtrain.pipeline.stage_backward import StageBackward, Start
 from hybridtrain.pipeline.ties import Alias, refuse_foreign_parameters
 
 
-def saved_bytes(roots: Sequence[Root], state: Sequence[Tensor]) -> int:
-    """Returns the bytes that autograd keeps for the backward from `roots`.
+def saved_bytes(roots: Sequence[Root], state: Sequence[Tensor], kept: Iterable[Tensor] = ()) -> int:
+    """Returns the bytes that the backward from `roots` keeps.
+
+    A tensor that is a part of a larger one, such as the batch, counts with its own bytes.
 
     Args:
         roots: where the backward of a stage starts; it ends at the cuts before the stage.
         state: tensors that do not count.
+        kept: tensors that recomputed layers start from.
     """
     left_out = {number for tensor in state for number in storages(tensor)}
     sizes: dict[int, int] = {}
-    for node in nodes_from(roots):
-        for tensor in tensors_saved_by(node):
-            sizes |= {n: size for n, size in storages(tensor).items() if n not in left_out}
-    return sum(sizes.values())
+    parts: dict[int, dict[Any, int]] = defaultdict(dict)
+    saved = chain.from_iterable(map(tensors_saved_by, nodes_from(roots)))
+    for tensor in chain(saved, kept):
+        for number, size in storages(tensor).items():
+            if number not in left_out:
+                sizes[number] = size
+                is_plain = tensor.layout == torch.strided and not tensor.is_nested
+                place = (tensor.storage_offset(), tensor.shape) if is_plain else number
+                parts[number][place] = byte_size(tensor)
+    return sum(min(size, sum(parts[number].values())) for number, size in sizes.items())
 
 
 class ForwardStage:
@@ -59,8 +71,8 @@ class ForwardStage:
         replica_states: gives each logical replica the state before the step; None if this process
             runs only one.
         parameter_count: the number of elements of the parameters that it owns.
-        saved_bytes: bytes that autograd saves for a micro-batch, but for those that can leave the
-            device; None before the first.
+        saved_bytes: bytes that the backward of a micro-batch keeps, but for those that can leave
+            the device; by whether all its layers are recomputed. Empty before the first.
         offload: what waits outside of the device; None: nothing does.
         cut_leaf: a leaf that makes autograd record the cuts before this stage.
         owner_of: the stage that owns each parameter of the model, by the parameter's `id`.
@@ -87,7 +99,7 @@ class ForwardStage:
         self.first = runs.first
         self.replica_states: ReplicaStates | None = None
         self.parameter_count = sum(parameter.numel() for parameter in owned)
-        self.saved_bytes: int | None = None
+        self.saved_bytes: dict[bool, int] = {}
         self.offload: StageOffload | None = None
         self.cut_leaf = torch.zeros((), requires_grad=True)
         self._backward = StageBackward()
@@ -131,10 +143,21 @@ class ForwardStage:
                 parameters_of(in_flight.roots), self._allowed, self._names, self
             )
             self._allowed = None
-        if self.saved_bytes is None:
+        kept, is_whole = self.runs.kept.pop(microbatch, ()), microbatch in self.runs.whole
+        if is_whole not in self.saved_bytes:
             state = [*self.module.parameters(), *self.module.buffers()]
-            self.saved_bytes = saved_bytes(in_flight.roots, state)
+            self.saved_bytes[is_whole] = saved_bytes(in_flight.roots, state, kept)
         self._in_flight[microbatch] = in_flight
+
+    def bytes_in_flight(self, count: int) -> int:
+        """Returns the most bytes that the backwards of so many micro-batches keep.
+
+        If not all recompute their layers, the last of them does not.
+        """
+        sizes = self.saved_bytes
+        if len(sizes) < 2:
+            return count * sum(sizes.values())
+        return (count - 1) * sizes[True] + max(sizes.values())
 
     def take_graphs(self) -> dict[int, StageInFlight]:
         """Returns what it holds after forwards, by micro-batch, and holds nothing."""
@@ -225,6 +248,7 @@ class ForwardStage:
     def clear(self) -> None:
         """Drops all micro-batches after a failed step."""
         self._in_flight.clear()
+        self.runs.kept.clear()
         self._backward.clear()
         if self.offload is not None:
             self.offload.clear()

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from support.stand_in_gpus import DeviceTensor, StandInGPUs, stand_in_gpus
 from torch.nn import functional as F
 
 from hybridtrain._base.hardware import Hardware
@@ -48,6 +49,32 @@ def test_the_measured_keys_describe_hardware_and_libraries_of_a_cpu_keep_nothing
     assert rates["library_gib"] == rates["library_gib_per_stage"] == 0.0
     assert {"operator_s", "backward_operator_s"} <= rates.keys()
     assert min(rates["action_s"], rates["microbatch_s"]) >= 0
+    copies = {"to_host_bytes_per_s", "from_host_bytes_per_s", "both_ways_bytes_per_s"}
+    assert all(rates[name] > 0 for name in copies)
+    assert Hardware(**{name: rates[name] for name in copies}).host_copies is not None
+
+
+def test_the_copies_of_a_gpu_are_measured_in_both_directions_alone_and_together():
+    ran = []
+
+    class Noting(StandInGPUs):
+        def copy_into(self, target, source):
+            stream = self.current_stream((target if real(target) else source).device)
+            ran.append(("in" if real(target) else "out", stream, target.numel()))
+            super().copy_into(target, source)
+
+    def real(tensor):
+        return isinstance(tensor, DeviceTensor)
+
+    with stand_in_gpus(1) as gpus:
+        gpus.__class__ = Noting
+        rates = measure_machine.copy_rates(gpus.devices[0], MIB, seconds=0.0)
+    assert len(rates) == 3
+    assert all(rate > 0 for rate in rates)
+    ways = [way for way, _, _ in ran]
+    assert ways == ["out"] * 2 + ["in"] * 2 + ["out", "in"] * 2
+    assert len({stream for _, stream, _ in ran}) == 2, "one for each direction"
+    assert {nbytes for *_, nbytes in ran} == {MIB}
 
 
 def test_the_hosts_part_in_a_schedule_is_told_from_operators_and_micro_batches(monkeypatch):
@@ -80,6 +107,9 @@ def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
             "action_s": 1e-4,
             "microbatch_s": 2e-4,
             "library_gib": 0.01,
+            "to_host_bytes_per_s": 2e10 / (1 + device.index),
+            "from_host_bytes_per_s": 3e10,
+            "both_ways_bytes_per_s": 1e10,
             "library_gib_per_stage": memory / 1000,
         }
 
@@ -97,6 +127,7 @@ def test_measure_machine_measures_one_device_of_each_kind(monkeypatch):
     hardware = Hardware(**written)
     assert hardware.speed_of(1) == 4
     assert hardware.node_bytes_per_s == 1e10
+    assert hardware.host_copies == (1e10, 3e10, 1e10), "the slowest of all kinds"
     assert hardware.library_gib_per_stage == 0.04, "the most of all kinds"
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "V100")

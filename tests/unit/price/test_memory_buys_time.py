@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,7 @@ from hybridtrain.price import (
     StepWork,
     choice_in_words,
     find_layouts,
+    offload_in_words,
     proposed,
 )
 from hybridtrain.price.layout import layouts
@@ -77,8 +78,11 @@ def machine(memory_gib=1.0):
 # ---------------------------------------------------------------- what a device holds
 
 
-def peaks_by_hand(layout, kept, received, temporary):
-    """The bytes of each device between two layers and in one, action after action."""
+def peaks_by_hand(layout, stored, received, temporary):
+    """The bytes of each device between two layers and in one, action after action.
+
+    `stored` and `temporary` are by whether the layers are recomputed, and then by stage.
+    """
     lanes = make_schedule(layout.schedule, layout.nb_part, layout.chunks, layout.stages_per_device)
     again = whole_stages(layout.recompute, layout.chunks)
     found = []
@@ -91,12 +95,11 @@ def peaks_by_hand(layout, kept, received, temporary):
                 continue
             if kind == "F":
                 held["input", stage, i] = received[stage]
-            if (kind == "F") is (i not in again):
-                held["activations", stage, i] = kept[stage]
+                held["activations", stage, i] = stored[i in again][stage]
             if kind == "I" and divided:
-                held["waiting", stage, i] = WAITING * kept[stage]
+                held["waiting", stage, i] = WAITING * stored[False][stage]
             between = max(between, sum(held.values()))
-            inside = max(inside, sum(held.values()) + temporary[stage])
+            inside = max(inside, sum(held.values()) + temporary[i in again][stage])
             if kind == "W" or (kind in "BI" and not divided):
                 for what in ("input", "activations", "waiting"):
                     held.pop((what, stage, i), None)
@@ -127,7 +130,12 @@ def test_a_device_is_priced_with_the_peak_of_what_its_stages_hold_together(
     ]
     table = given_costs(lambda _: costs, [LayerSize(0, 0)] * stages)
     memory = device_memory(table, CPU, StepWork(chunks), layout, [1] * stages)
-    expected = peaks_by_hand(layout, kept, [0, *sent[:-1]], temporary)
+    # of a layer alone in its stage nothing is kept, but for what the loss saves
+    of_loss = min(kept[-1], sent[-1])
+    stored = kept, [*[0] * (stages - 1), of_loss]
+    starts = [min(a, c) for a, c in zip(kept, sent, strict=True)]
+    again = [t + a - b for t, a, b in zip(temporary, kept, starts, strict=True)]
+    expected = peaks_by_hand(layout, stored, [0, *sent[:-1]], (temporary, again))
     for device, (between, inside) in zip(memory, expected, strict=True):
         # what waits is rounded for each stage
         assert device.kept == pytest.approx(between, abs=v)
@@ -152,7 +160,8 @@ def test_a_v_of_equal_stages_is_priced_with_as_many_as_it_may_hold(name, held):
 def every_price(table, hardware, work, choices):
     """The prices of all layouts and cuts that fit, the fastest cut of each layout."""
     layers, best = len(table.sizes), {}
-    for layout in layouts(hardware, work, layers, choices):
+    narrow = [replace(choices, offload=[mode]) for mode in choices.offload]
+    for layout in chain.from_iterable(layouts(hardware, work, layers, each) for each in narrow):
         for bounds in combinations(range(1, layers), layout.stages - 1):
             counts = [b - a for a, b in pairwise((0, *bounds, layers))]
             one = price(table, hardware, work, layout, counts)
@@ -165,11 +174,46 @@ def every_price(table, hardware, work, choices):
 def test_the_choice_is_the_one_of_all_combinations_that_fit(mib):
     choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN, recompute=MODES)
     hardware, work = machine(mib / 1024), StepWork(8)
-    expected = every_price(table_of(), hardware, work, choices)
+    expected = every_price(table_of(), hardware, work, replace(choices, offload=["none"]))
     found = find_layouts(table_of(), hardware, work, choices)
     assert found[0].layout == proposed(expected).layout
     by_time = sorted(price.step_ms for price in expected)
     assert [p.step_ms for p in sorted(found, key=lambda p: p.step_ms)] == by_time[: len(found)]
+
+
+@pytest.mark.parametrize("mib", [38, 30, 24])
+def test_activations_leave_a_device_where_that_is_the_fastest_that_fits(mib):
+    choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN, recompute=MODES)
+    hardware, work = replace(machine(mib / 1024), to_host_bytes_per_s=1e11), StepWork(8)
+    expected = every_price(table_of(), hardware, work, choices)
+    found = find_layouts(table_of(), hardware, work, choices)
+    assert min(p.step_ms for p in found) == min(p.step_ms for p in expected)
+    slow = replace(hardware, to_host_bytes_per_s=1e8)
+    for machine_, is_offloaded in ((hardware, mib == 24), (slow, False)):
+        found = find_layouts(table_of(), machine_, work, choices)
+        assert (found[0].layout.offload != "none") is is_offloaded
+        line = offload_in_words(found, table_of(), machine_, work, choices)
+        assert (line is not None) is is_offloaded
+    alone = offload_in_words(find_layouts(table_of(), hardware, work, choices), *_known(hardware))
+    if mib == 24:
+        without = find_layouts(table_of(), hardware, work, replace(choices, offload=["none"]))[0]
+        assert f"the fastest plan that fits takes {without.step_ms:.1f} instead of " in alone
+
+
+def _known(hardware):
+    choices = Choices(nb_part=[2], engine=["local"], schedule=BUILT_IN, recompute=MODES)
+    return table_of(), hardware, StepWork(8), choices
+
+
+def test_a_machine_with_unknown_rates_of_copies_offloads_nothing_and_one_line_says_how_to_measure():
+    found = find_layouts(table_of(), machine(24 / 1024), StepWork(8), _known(CPU)[-1])
+    assert {price.layout.offload for price in found} == {"none"}
+    line = offload_in_words(found, *_known(machine(24 / 1024)))
+    assert "hybridtrain measure-machine" in line
+    assert "hardware.to_host_bytes_per_s=" in line
+    ample = machine(10)
+    found = find_layouts(table_of(), ample, StepWork(8), _known(ample)[-1])
+    assert offload_in_words(found, *_known(ample)) is None
 
 
 def test_less_memory_is_paid_for_with_time_and_never_refunded():
