@@ -72,7 +72,7 @@ def _for_trained_models(
     )
 
 
-@for_trained_models(_for_trained_models, path="eval_path")
+@for_trained_models(_for_trained_models, skips_training=True, path="eval_path")
 def chat(
     path: str,
     tokenizer: str,

@@ -150,7 +150,7 @@ def _encoded(encode: _Encoder, task: str, *encoded: Any) -> Encoded:
     return Encoded(*encoded)
 
 
-@for_trained_models(_for_trained_models, path="eval_path")
+@for_trained_models(_for_trained_models, skips_training=True, path="eval_path")
 def hf_datasets(
     path: str,
     tokenizer: str,
@@ -161,7 +161,7 @@ def hf_datasets(
     eval_split: str | None = None,
     eval_share: float = 0.1,
     split_seed: int = 0,
-    stratify: bool = False,
+    stratify: bool | str = False,
     separator: str | None = None,
     drop_missing: bool = False,
     classes: list[str] | None = None,
@@ -224,7 +224,8 @@ def hf_datasets(
         eval_split: the split to evaluate on; None: validation, test or another of the usual names.
         eval_share: the share to hold out if there is no evaluation split, 0 to 1.
         split_seed: the seed for choosing held-out samples.
-        stratify: for classification, whether to hold out the share of each class.
+        stratify: for classification, whether to hold out the share of each class; `auto`: if each
+            class has enough samples.
         separator: the separator of CSV and TSV files, one character or `comma`, `semicolon`, `tab`
             or `pipe`; None: guess it from the header.
         drop_missing: whether to leave out samples without a text or a target, or with a blank one;
@@ -257,14 +258,15 @@ def hf_datasets(
         raise DataError(f"{setting('mask_share', mask_share)} must be above 0 and below 1")
     tok = load_tokenizer(tokenizer)
     targets = [target] if isinstance(target, str) else list(target)
-    if stratify and task != "classification":
+    if stratify is True and task != "classification":
         raise DataError(
             f"{setting('stratify', True)} needs one class per sample, but the task is "
             f"{setting('task', task)}: remove it"
         )
     files = SampleFiles(
         *(path, name, eval_path, train_split, eval_split, eval_share, split_seed),
-        stratify=targets[0] if stratify else None,
+        stratify=stratify,
+        classes=targets[0] if task == "classification" else None,
         separator=separator,
         drop_missing=drop_missing,
     )

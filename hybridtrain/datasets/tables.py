@@ -18,14 +18,14 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import digest_of_files, digest_of_texts
+from hybridtrain.data import HeldOutError, digest_of_files, digest_of_texts
 from hybridtrain.datasets.split_names import split_of_file
 from hybridtrain.errors import DataError, argument, setting
 
@@ -76,8 +76,9 @@ def read_table(
     *,
     text: str | None = None,
     separator: str | None = None,
+    choose: Callable[[Collection[str]], str] | None = None,
 ) -> Table:
-    """Returns all splits of a file, a pattern of files, a folder or a name on the Hub.
+    """Returns the splits of a file, a pattern of files, a folder or a name on the Hub.
 
     Args:
         key: the config key of `path`, for messages.
@@ -85,6 +86,8 @@ def read_table(
         name: the configuration, for a data set on the Hub with several.
         text: the column of the lines of a text file; None: text.
         separator: the separator of CSV and TSV files, or its name; None: guess it from the header.
+        choose: returns, of the names of the splits, the one to read; None: read all. The library
+            `datasets` reads all of a name on the Hub, and of a folder with a README.md.
 
     Raises:
         DataError: the data does not exist, is empty, damaged or of an unknown format; the message
@@ -100,10 +103,15 @@ def read_table(
     place = Path(path).expanduser()
     files = _files_of(key, path, place)
     if files:
+        if choose is not None:
+            files = {split: files[split] for split in [choose([*filter(None, files)])]}
         return _read_files(key, path, files, text, _separator(separator))
     try:
         with quiet():
-            if place.is_dir() and any((place / saved_name).is_file() for saved_name in _SAVED):
+            if choose is not None and (saved_splits := _saved_splits(place)):
+                chosen = choose(saved_splits)
+                splits = {chosen: datasets.load_from_disk(str(place / chosen))}
+            elif place.is_dir() and any((place / saved_name).is_file() for saved_name in _SAVED):
                 loaded = datasets.load_from_disk(str(place))
                 one_split = isinstance(loaded, datasets.Dataset)
                 splits = {"train": loaded} if one_split else dict(loaded)
@@ -112,11 +120,21 @@ def read_table(
                     builder = datasets.load_dataset_builder(str(place), name)
                     _check_inside(key, path, place, builder.config.data_files)
                 splits = dict(datasets.load_dataset(str(place) if place.exists() else path, name))
-    except DataError:
+    except (DataError, HeldOutError):
         raise
     except Exception as error:  # from many libraries, for many formats
         raise _unreadable(key, path, place.exists(), error) from error
+    if choose is not None:
+        splits = {split: splits[split] for split in [choose(splits)]}
     return Table(splits, notes=[f"from {path}"])
+
+
+def _saved_splits(place: Path) -> list[str]:
+    """Returns the splits that `save_to_disk` wrote to a folder; [] if it has no splits."""
+    try:
+        return [*json.loads((place / _SAVED[0]).read_text(encoding="utf-8"))["splits"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _check_inside(key: str, path: str, folder: Path, data_files: Any) -> None:

@@ -289,7 +289,8 @@ def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
     """Rejects a string or a single number if the target expects another kind of value."""
     default, annotation = parameter.default, str(parameter.annotation)
     numeric = annotation in ("<class 'int'>", "<class 'float'>", "int", "float")
-    if isinstance(value, str) and (isinstance(default, int | float) or numeric):
+    takes_text = re.search(r"\bstr\b", annotation) is not None
+    if isinstance(value, str) and not takes_text and (isinstance(default, int | float) or numeric):
         expected = "true or false" if isinstance(default, bool) else "a number"
         raise ConfigError(f"{key}={value} must be {expected}")
     if isinstance(default, tuple) and value is not None:
