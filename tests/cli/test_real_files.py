@@ -159,7 +159,7 @@ def test_what_is_wrong_in_a_table_is_fixed_by_the_key_that_the_error_names(
     assert "set data.drop_missing=true" in said
     said = succeed(capfd, *words, "data.drop_missing=true")
     assert "2 samples without a value left out" in said
-    assert "2 classes: n (7), p (9)" in said
+    assert "2 classes: n (8), p (8)" in said
     Path("a.csv").write_text("text:label\n" + "a, b:x\n" * 4)
     assert "set data.separator= if it is another one" in fail(capfd, *words)
     succeed(capfd, *words, "data.separator=':'")
