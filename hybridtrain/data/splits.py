@@ -107,6 +107,8 @@ class DataSplits:
         if isinstance(names, list | tuple) and names:
             counts = self._samples_by_class(len(names))
             parts.append(f"{len(names)} classes: {_classes(names, counts)}")
+            if alike := _alike(names):
+                parts.append(f"classes that differ only in case or spaces: {alike}")
         elif isinstance(number := self.metadata.get("num_classes"), int):
             noun = ("number", "s") if self.metadata.get("task") == "regression" else ("class", "es")
             text = counted(number, *noun) + " per sample" * (noun[0] == "number")
@@ -128,6 +130,14 @@ class DataSplits:
         except Exception:  # a method of the user's with another meaning
             return None
         return counts
+
+
+def _alike(names: Sequence[Any]) -> str:
+    """Returns the first class names that are the same but for case or spaces."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(" ".join(str(name).casefold().split()), []).append(repr(str(name)))
+    return ", ".join(" and ".join(group) for group in groups.values() if len(group) > 1)[:200]
 
 
 def _classes(names: Sequence[Any], counts: Sequence[int] | None) -> str:

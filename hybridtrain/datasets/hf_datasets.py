@@ -38,6 +38,7 @@ from hybridtrain.datasets.tables import (
     check_finite,
     quiet,
     read_table,
+    with_lists,
 )
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import (
@@ -137,6 +138,8 @@ def _texts_to_predict(
     else:
         table = read_table("predict_path", path, name, text=encode.text, separator=separator)
     check_complete(table, texts, "text")
+    if task == "token_classification":
+        table = with_lists(table, texts)
     alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
     kind = None if task == "token_classification" else "text"
     check_columns({"predict": alone}, "text", [encode.text], kind)
@@ -269,6 +272,7 @@ def hf_datasets(
         classes=targets[0] if task == "classification" else None,
         separator=separator,
         drop_missing=drop_missing,
+        lists=[*(targets if task in _LISTS else ()), *([text] if task == _LISTS[1] else ())],
     )
     texts = [text, *([text_pair] if text_pair is not None else [])]
     needed = dict.fromkeys(texts, "text")
@@ -895,8 +899,8 @@ def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
         for number, classes in enumerate(samples[column], 1):
             if not isinstance(classes, list):
                 raise DataError(
-                    f"{setting('target', column)}: every sample must have a list of classes, but "
-                    f"sample {number} has {classes!r}"
+                    f"{setting('target', column)}: every sample must have a list of classes, such "
+                    f'as ["a", "b"], but sample {number} has {classes!r}'
                 )
             values.update(classes)
         return values

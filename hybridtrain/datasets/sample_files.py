@@ -10,8 +10,14 @@ from hybridtrain._base.text_table import counted
 from hybridtrain.data import HeldOutError, metadata_of_training
 from hybridtrain.datasets.held_out import held_out, strata_of
 from hybridtrain.datasets.split_names import SPLITS
-from hybridtrain.datasets.tables import Table, check_complete, read_table, without_missing
-from hybridtrain.errors import DataError, argument, setting
+from hybridtrain.datasets.tables import (
+    Table,
+    check_complete,
+    read_table,
+    with_lists,
+    without_missing,
+)
+from hybridtrain.errors import DataError, argument, closest, setting
 
 _EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
 
@@ -49,6 +55,7 @@ class SampleFiles:
         separator: the separator of CSV and TSV files; None: guess it.
         drop_missing: whether to leave out samples without a value; None: the data set has no such
             key.
+        lists: the columns of lists, which may be written as text.
     """
 
     path: str
@@ -62,6 +69,7 @@ class SampleFiles:
     classes: str | None = None
     separator: str | None = None
     drop_missing: bool | None = None
+    lists: Sequence[str] = ()
 
     def read(self, columns: Mapping[str, str], blank_targets: bool) -> Samples:
         """Returns the samples, each with a value in the columns, which are named by their keys."""
@@ -79,7 +87,7 @@ class SampleFiles:
             can_drop = self.drop_missing is not None
             for column, key in columns.items():
                 check_complete(table, [column], key, key == "text" or blank_targets, can_drop)
-            return table, left_out
+            return with_lists(table, self.lists), left_out
 
         if metadata_of_training() is not None:
             return self._of_evaluation(read, complete)
@@ -111,6 +119,9 @@ class SampleFiles:
         if missing:
             notes.append(f"{counted(missing, 'sample')} without a value left out")
         if evaluation is None:
+            if len(train) < 2:  # perhaps a single object with all samples
+                for column, key in columns.items():
+                    check_columns({"train": train}, key, [column])
             strata = None
             if self.classes is not None and self.classes in train.features:
                 strata, why_not = strata_of(train[self.classes], self.eval_share, self.stratify)
@@ -194,8 +205,14 @@ def check_columns(
         shown = ", ".join(f"{name} ({dtype})" for name, dtype in dtypes.items())
         for column in columns:
             if column not in dtypes:
+                close = closest(column.strip(), {name.strip(): name for name in dtypes})
+                close = next((name for name in dtypes if name.strip() == close), None)
+                hint = f"; did you mean {close!r}?" if close else ""
+                if len(dtypes) == 1 and column in next(iter(dtypes)):
+                    hint = f"; if that is several columns, {argument('separator')} divides them"
                 raise DataError(
-                    f"{setting(key, column)}: the {split} split has no such column; it has {shown}"
+                    f"{setting(key, column)}: the {split} split has no such column; it has "
+                    f"{shown}{hint}"
                 )
             if kind is not None and not dtypes[column].startswith(beginnings[kind]):
                 raise DataError(

@@ -9,6 +9,8 @@ not read.
 
 from __future__ import annotations
 
+import ast
+import codecs
 import csv
 import glob
 import gzip
@@ -351,7 +353,14 @@ def _checked(path: Path, kind: str, separator: str | None) -> _Scan:
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} cannot be read: it is not UTF-8 ({error}): convert it") from error
+        with open(path, "rb") as raw:
+            utf16 = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "UTF-16" if utf16 else "WINDOWS-1252"
+        perhaps = "" if utf16 else ", if it is from Windows or an older Excel"
+        raise DataError(
+            f"{path} cannot be read: it is not UTF-8 ({error}): convert it, by "
+            f"`iconv -f {encoding} -t UTF-8 {path} > new{path.suffix}`{perhaps}"
+        ) from error
 
 
 def _check_json(paths: Sequence[Path]) -> None:
@@ -488,7 +497,8 @@ def quiet() -> Iterator[None]:
 
 def as_numbers(values: Sequence[str]) -> list[int] | None:
     """Returns texts as whole numbers if all of them are written as such; else None."""
-    return [*map(int, values)] if all(map(_WHOLE_NUMBER.fullmatch, values)) else None
+    texts = all(isinstance(value, str) for value in values)
+    return [*map(int, values)] if texts and all(map(_WHOLE_NUMBER.fullmatch, values)) else None
 
 
 def without_missing(table: Table, columns: Sequence[str]) -> tuple[Table, dict[str, int]]:
@@ -514,6 +524,33 @@ def without_missing(table: Table, columns: Sequence[str]) -> tuple[Table, dict[s
         if left_out[split]:
             splits[split] = samples.select(complete, keep_in_memory=True)
     return replace(table, splits=splits), left_out
+
+
+def with_lists(table: Table, columns: Sequence[str]) -> Table:
+    """Returns a table in which texts such as `["a", "b"]` or `['a', 'b']` are lists.
+
+    CSV has no lists; pandas and other tools write them as text. A column with another text, and a
+    missing one, stays as it is.
+    """
+    splits = dict(table.splits)
+    for split, samples in table.splits.items():
+        for column in columns:
+            dtype = str(getattr(samples.features.get(column), "dtype", ""))
+            if not dtype.endswith("string"):
+                continue
+            lists = [_list_in(text) for text in samples[column]]
+            if all(value is not None for value in lists):
+                samples = samples.remove_columns([column]).add_column(column, lists)
+        splits[split] = samples
+    return replace(table, splits=splits)
+
+
+def _list_in(text: str | None) -> list[Any] | None:
+    try:
+        value = ast.literal_eval((text or "").strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return [*value] if isinstance(value, list | tuple) else None
 
 
 def check_complete(
