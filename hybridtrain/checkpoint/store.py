@@ -96,7 +96,8 @@ class CheckpointStore:
     ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(
-                f"{setting('keep', keep)} must be at least 1, or None to keep all"
+                f"{setting('keep', keep)} must be at least 1; to keep all, set "
+                f"{setting('keep', None)}"
             )
         check_choice("writers", writers, WRITERS)
         self.root = Path(root)

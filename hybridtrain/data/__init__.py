@@ -25,6 +25,7 @@ from hybridtrain.data.loader import (
 )
 from hybridtrain.data.splits import (
     DataSplits,
+    HeldOutError,
     InMemoryDataset,
     WithoutTargets,
     already_batched,
@@ -33,6 +34,7 @@ from hybridtrain.data.splits import (
     digest_of_texts,
     for_trained_models,
     length_of,
+    metadata_of_training,
 )
 from hybridtrain.data.stream import StreamLoader, example_batch, largest_batch
 
@@ -40,6 +42,7 @@ __all__ = [
     "Batch",
     "DataSplits",
     "EvalLoader",
+    "HeldOutError",
     "InMemoryDataset",
     "Loader",
     "OwnLoader",
@@ -60,6 +63,7 @@ __all__ = [
     "is_stream",
     "largest_batch",
     "length_of",
+    "metadata_of_training",
     "name_of",
     "next_step",
 ]

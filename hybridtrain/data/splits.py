@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
@@ -106,6 +107,8 @@ class DataSplits:
         if isinstance(names, list | tuple) and names:
             counts = self._samples_by_class(len(names))
             parts.append(f"{len(names)} classes: {_classes(names, counts)}")
+            if alike := _alike(names):
+                parts.append(f"classes that differ only in case or spaces: {alike}")
         elif isinstance(number := self.metadata.get("num_classes"), int):
             noun = ("number", "s") if self.metadata.get("task") == "regression" else ("class", "es")
             text = counted(number, *noun) + " per sample" * (noun[0] == "number")
@@ -129,6 +132,14 @@ class DataSplits:
         return counts
 
 
+def _alike(names: Sequence[Any]) -> str:
+    """Returns the first class names that are the same but for case or spaces."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(" ".join(str(name).casefold().split()), []).append(repr(str(name)))
+    return ", ".join(" and ".join(group) for group in groups.values() if len(group) > 1)[:200]
+
+
 def _classes(names: Sequence[Any], counts: Sequence[int] | None) -> str:
     """Returns the first classes, each with its number of training samples."""
     # a name may contain the separator of this list
@@ -143,18 +154,37 @@ def _classes(names: Sequence[Any], counts: Sequence[int] | None) -> str:
 DataFunction = TypeVar("DataFunction", bound=Callable[..., DataSplits])
 
 
+_TRAINED_ON: ContextVar[Mapping[str, Any] | None] = ContextVar("trained_on", default=None)
+
+
+class HeldOutError(Exception):
+    """The samples to evaluate on are a part of the training data, so that all must be read."""
+
+
+def metadata_of_training() -> Mapping[str, Any] | None:
+    """Returns the metadata of a trained model's data; None: a data function reads all splits.
+
+    If it is not None, only the evaluation split is needed. A data function decorated by
+    `for_trained_models(skips_training=True)` then reads no training samples and returns the others
+    as both splits. It raises `HeldOutError` if they are a held-out share.
+    """
+    return _TRAINED_ON.get()
+
+
 def for_trained_models(
-    load: Callable[..., DataSplits] | None = None, **evaluated: str
+    load: Callable[..., DataSplits] | None = None, *, skips_training: bool = False, **evaluated: str
 ) -> Callable[[DataFunction], DataFunction]:
     """Decorates a data function with variants for trained models, which read no training data.
 
     `predict data.predict_path=` and `export` call `function.for_trained_models(metadata,
     **arguments)`, where `metadata` belongs to the data that the model was trained on. `evaluate`
     and `predict` call `function.evaluated_alone` with the same arguments; it returns None if the
-    samples to evaluate on have no place of their own.
+    samples to evaluate on are a part of the training data.
 
     Args:
         load: returns splits with an empty `train`; None: no such variant.
+        skips_training: the function looks at `metadata_of_training`, because one place, such as a
+            folder, may have all splits.
         evaluated: the argument with the place of the training samples, and the argument with the
             place of the samples to evaluate on, as in `path="eval_path"`.
     """
@@ -162,8 +192,8 @@ def for_trained_models(
     def decorate(function: DataFunction) -> DataFunction:
         if load is not None:
             function.for_trained_models = load  # type: ignore[attr-defined]
-        for train, evaluation in evaluated.items():
-            alone = partial(_evaluated_alone, function, train, evaluation)
+        if evaluated or skips_training:
+            alone = partial(_evaluated_alone, function, evaluated, skips_training)
             function.evaluated_alone = alone  # type: ignore[attr-defined]
         return function
 
@@ -175,24 +205,33 @@ _OF_CLASSES = ("num_classes", "num_labels", "classes")
 
 def _evaluated_alone(
     function: Callable[..., DataSplits],
-    train: str,
-    evaluation: str,
+    evaluated: Mapping[str, str],
+    skips_training: bool,
     metadata: Mapping[str, Any],
     /,
     **arguments: Any,
 ) -> DataSplits | None:
     """Returns the samples to evaluate on, with the classes of `metadata`.
 
-    The data function gets their place as that of the training samples too.
+    If they have a place of their own, the data function gets it as that of the training samples.
     """
-    place = {**_defaults(function), **arguments}.get(evaluation)
-    if place is None:
-        return None
-    settings = {**arguments, train: place, evaluation: place}
+    settings = dict(arguments)
+    for train, evaluation in evaluated.items():
+        place = {**_defaults(function), **arguments}.get(evaluation)
+        if place is None and not skips_training:
+            return None
+        if place is not None:
+            settings |= {train: place, evaluation: place}
     if "classes" in signature(function).parameters and not settings.get("classes"):
         numbers = range(metadata.get("num_classes") or 0)
         settings["classes"] = metadata.get("classes") or [*map(str, numbers)] or None
-    splits = function(**settings)
+    token = _TRAINED_ON.set(metadata)
+    try:
+        splits = function(**settings)
+    except HeldOutError:
+        return None
+    finally:
+        _TRAINED_ON.reset(token)
     of_data = {name: value for name, value in splits.metadata.items() if name not in _OF_CLASSES}
     if arguments.get("classes"):
         of_data["classes"] = arguments["classes"]

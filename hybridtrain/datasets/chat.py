@@ -72,7 +72,7 @@ def _for_trained_models(
     )
 
 
-@for_trained_models(_for_trained_models, path="eval_path")
+@for_trained_models(_for_trained_models, skips_training=True, path="eval_path")
 def chat(
     path: str,
     tokenizer: str,
@@ -225,6 +225,7 @@ class Chat:
         full: the number of tokens before truncation, and the number of learned ones among them.
         answers: the number of answers before truncation.
         without_end: the number of answers that do not end with a special token.
+        empty: the number of answers without a text.
         has_tools: whether it was rendered with tools.
     """
 
@@ -233,6 +234,7 @@ class Chat:
     full: tuple[int, int]
     answers: int = 0
     without_end: int = 0
+    empty: int = 0
     has_tools: bool = False
 
 
@@ -254,6 +256,7 @@ class _Renderer:
         of_default = templates.get("default", "")
         self._has_tag = _KEYWORD in of_default and "endgeneration" in of_default
         self._takes_tools = any("tools" in text for text in templates.values())
+        self._takes_calls = any("tool_calls" in text for text in templates.values())
         added = tokenizer.added_tokens_decoder
         self._special = [id for id, token in added.items() if token.special]
 
@@ -285,6 +288,11 @@ class _Renderer:
                 f"that does ({argument('chat_template')}), or train without them by "
                 f"{setting('tools', None)}"
             )
+        if not self._takes_calls and any(message.get("tool_calls") for message in messages):
+            raise DataError(
+                f"{where} has calls of tools, but the chat template does not render tool_calls: "
+                f"use a template that does ({argument('chat_template')})"
+            )
         weights = [message.pop("weight", 1) for message in messages]
         try:
             if self._has_tag and not self._learns_all:
@@ -309,7 +317,12 @@ class _Renderer:
         open_ = sum(not np.isin(ids[max(0, end - 2) : end], self._special).any()
                     for _, end in answers)  # fmt: skip
         full = (len(ids), int(mask.sum()))
-        return Chat(ids, mask, full, len(answers), open_, of_sample is not None)
+        empty = sum(
+            not (message.get("content") or "").strip() and not message.get("tool_calls")
+            for message, weight in zip(messages, weights, strict=True)
+            if message["role"] == "assistant" and weight
+        )
+        return Chat(ids, mask, full, len(answers), open_, empty, of_sample is not None)
 
     def _leave_out(
         self,
@@ -394,6 +407,8 @@ def _format_notes(
     if unused := columns_not_used(features, chat_format, tools):
         notes.append(f"columns not used: {', '.join(unused[:8])}")
     answers = sum(chat.answers for chat in chats)
+    if empty := sum(chat.empty for chat in chats):
+        notes.append(f"{empty:,} answers are empty")
     if without_end := sum(chat.without_end for chat in chats):
         notes.append(
             f"{without_end:,} of {answers:,} answers do not end with a special token, so the model "

@@ -2,7 +2,8 @@
 
     messages          role and content, where the content may be a list of parts (OpenAI, TRL)
     ShareGPT          conversations: a list of from and value, and perhaps a column system
-    prompt/completion two texts, or two lists of messages (TRL)
+    prompt/completion two texts, or two lists of messages (TRL); also prompt/response and
+                      question/answer
     Alpaca            instruction, output, and perhaps input, system and history
     Dolly             instruction, response, and perhaps context
 
@@ -34,12 +35,17 @@ _ROLES = {
     "gpt": "assistant",
     "chatgpt": "assistant",
     "assistant": "assistant",
+    "bot": "assistant",
     "model": "assistant",
     "function_call": "assistant",
     "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
 }
+
+# which some files have as roles; other names, such as observation, may be the template's own
+_OTHER_NAMES = {name: _ROLES[name] for name in ("human", "gpt", "chatgpt", "bot")}
+_OTHER_NAMES |= {name: name for name in ("system", "user", "assistant", "tool")}
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,15 @@ def _turns(column: str) -> Callable[[Mapping[str, Any]], Any]:
     return messages
 
 
-def _prompt_and_completion(sample: Mapping[str, Any]) -> list[Any]:
-    turns: list[Any] = []
-    for column, role in (("prompt", "user"), ("completion", "assistant")):
-        value = sample[column]
-        turns += value if isinstance(value, list) else [{"role": role, "content": value}]
-    return turns
+def _pair(asked: str, answered: str) -> ChatFormat:
+    def messages(sample: Mapping[str, Any]) -> list[Any]:
+        turns: list[Any] = []
+        for column, role in ((asked, "user"), (answered, "assistant")):
+            value = sample[column]
+            turns += value if isinstance(value, list) else [{"role": role, "content": value}]
+        return turns
+
+    return ChatFormat(f"{asked}/{answered}", (asked, answered), (), messages)
 
 
 def _instruction(context: str, answer: str) -> Callable[[Mapping[str, Any]], list[Message]]:
@@ -94,7 +103,9 @@ def _instruction(context: str, answer: str) -> Callable[[Mapping[str, Any]], lis
 
 FORMATS = (
     ChatFormat("ShareGPT", ("conversations",), ("system",), _turns("conversations")),
-    ChatFormat("prompt/completion", ("prompt", "completion"), (), _prompt_and_completion),
+    _pair("prompt", "completion"),
+    _pair("prompt", "response"),
+    _pair("question", "answer"),
     ChatFormat(
         "Alpaca",
         ("instruction", "output"),
@@ -168,6 +179,11 @@ def plain_messages(turns: Any) -> list[Message] | None:
     Raises:
         DataError: a role is unknown, a part of a content is not a text, or a call is not JSON.
     """
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = _from_json(turns, "the list of messages")
+    if isinstance(turns, dict) and all(isinstance(column, list) for column in turns.values()):
+        # older Parquet files have a list of each field
+        turns = [dict(zip(turns, row, strict=True)) for row in zip(*turns.values(), strict=True)]
     if not isinstance(turns, list) or not turns:
         return None
     messages = []
@@ -179,10 +195,18 @@ def plain_messages(turns: Any) -> list[Message] | None:
             message = _from_sharegpt(message)
         if "role" not in message:
             return None
+        role = str(message["role"]).lower()
+        message["role"] = _OTHER_NAMES.get(role, message["role"])
+        if "function_call" in message:  # the older form of a single call
+            call = {"type": "function", "function": message.pop("function_call")}
+            message["tool_calls"] = [call]
         if len(message) == 1:
             raise DataError(f"a message of the role {message['role']} has no content")
-        if isinstance(message.get("content"), list):
-            message["content"] = "".join(map(_text_of_part, message["content"]))
+        if isinstance(content := message.get("content", ""), list | dict):
+            parts = content if isinstance(content, list) else [content]
+            message["content"] = "".join(map(_text_of_part, parts))
+        elif not isinstance(content, str):
+            raise DataError(f"a content must be a text or a list of parts, not {content!r}")
         if "tool_calls" in message:
             message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
         messages.append(message)
@@ -191,11 +215,11 @@ def plain_messages(turns: Any) -> list[Message] | None:
 
 def _from_sharegpt(turn: Message) -> Message:
     speaker, value = turn["from"], turn.get("value")
-    if speaker not in _ROLES:
+    if str(speaker).lower() not in _ROLES:
         raise DataError(f"from={speaker!r} is unknown; the names are {', '.join(_ROLES)}")
     others = {key: x for key, x in turn.items() if key not in ("from", "value")}
-    if speaker != "function_call":
-        return {"role": _ROLES[speaker], "content": value, **others}
+    if str(speaker).lower() != "function_call":
+        return {"role": _ROLES[str(speaker).lower()], "content": value, **others}
     calls = _from_json(value, "the value of a function_call")
     calls = calls if isinstance(calls, list) else [calls]
     return {
@@ -208,7 +232,9 @@ def _from_sharegpt(turn: Message) -> Message:
 def _text_of_part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, dict) and isinstance(text := part.get("text"), str):
+    text = part.get("text") if isinstance(part, dict) else None
+    text = text.get("value") if isinstance(text, dict) else text
+    if isinstance(text, str):
         return text
     kind = part.get("type") if isinstance(part, dict) else part
     raise DataError(f"a content has a part of the type {kind}, but only texts can be learned")

@@ -1,9 +1,11 @@
 """Holding out samples for evaluation, for a data set without an evaluation split."""
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
+from hybridtrain._base.text_table import counted
 from hybridtrain.datasets.split_names import listed
 from hybridtrain.errors import DataError, setting
 
@@ -42,11 +44,40 @@ def held_out(
     return [n for n in range(samples) if n not in chosen], sorted(chosen)
 
 
-def note_without_held_out(classes: Sequence[str], stratify: bool) -> list[str]:
+def strata_of(
+    labels: Iterable[object], share: float, stratify: bool | str
+) -> tuple[list[str] | None, list[str]]:
+    """Returns the strata for `held_out`, None without, and a part of the data line, [] without.
+
+    Args:
+        labels: the class of each sample.
+        share: the share to hold out.
+        stratify: whether to hold out the share of each class; `auto`: if it is at least one sample
+            of each class, rounded.
+
+    Raises:
+        DataError: `stratify` has another value.
+    """
+    if stratify not in (True, False, "auto"):
+        raise DataError(f"{setting('stratify', stratify)} must be auto, true or false")
+    if not stratify:
+        return None, []
+    strata = [*map(str, labels)]
+    smallest = min(Counter(strata).values(), default=0)
+    if stratify == "auto" and round(smallest * share) < 1:
+        return None, [f"held out at random: one class has only {counted(smallest, 'sample')}"]
+    return strata, []
+
+
+def note_without_held_out(classes: Sequence[str], stratify: bool | str) -> list[str]:
     """Returns a part of the data line on the classes without a held-out sample; [] if none."""
     if not classes:
         return []
-    hint = "" if stratify else f" ({setting('stratify', True)} holds out the share of each class)"
+    hint = (
+        ""
+        if stratify is True
+        else f" ({setting('stratify', True)} holds out the share of each class)"
+    )
     return [f"no sample held out of class {listed(classes)}{hint}"]
 
 

@@ -38,6 +38,7 @@ from hybridtrain.datasets.tables import (
     check_finite,
     quiet,
     read_table,
+    with_lists,
 )
 from hybridtrain.datasets.text_files import check_at_least_1
 from hybridtrain.datasets.tokenizing import (
@@ -137,6 +138,8 @@ def _texts_to_predict(
     else:
         table = read_table("predict_path", path, name, text=encode.text, separator=separator)
     check_complete(table, texts, "text")
+    if task == "token_classification":
+        table = with_lists(table, texts)
     alone = table.splits[next(s for s in ("test", *table.splits) if s in table.splits)]
     kind = None if task == "token_classification" else "text"
     check_columns({"predict": alone}, "text", [encode.text], kind)
@@ -150,7 +153,7 @@ def _encoded(encode: _Encoder, task: str, *encoded: Any) -> Encoded:
     return Encoded(*encoded)
 
 
-@for_trained_models(_for_trained_models, path="eval_path")
+@for_trained_models(_for_trained_models, skips_training=True, path="eval_path")
 def hf_datasets(
     path: str,
     tokenizer: str,
@@ -161,7 +164,7 @@ def hf_datasets(
     eval_split: str | None = None,
     eval_share: float = 0.1,
     split_seed: int = 0,
-    stratify: bool = False,
+    stratify: bool | str = False,
     separator: str | None = None,
     drop_missing: bool = False,
     classes: list[str] | None = None,
@@ -224,7 +227,8 @@ def hf_datasets(
         eval_split: the split to evaluate on; None: validation, test or another of the usual names.
         eval_share: the share to hold out if there is no evaluation split, 0 to 1.
         split_seed: the seed for choosing held-out samples.
-        stratify: for classification, whether to hold out the share of each class.
+        stratify: for classification, whether to hold out the share of each class; `auto`: if each
+            class has enough samples.
         separator: the separator of CSV and TSV files, one character or `comma`, `semicolon`, `tab`
             or `pipe`; None: guess it from the header.
         drop_missing: whether to leave out samples without a text or a target, or with a blank one;
@@ -257,16 +261,18 @@ def hf_datasets(
         raise DataError(f"{setting('mask_share', mask_share)} must be above 0 and below 1")
     tok = load_tokenizer(tokenizer)
     targets = [target] if isinstance(target, str) else list(target)
-    if stratify and task != "classification":
+    if stratify is True and task != "classification":
         raise DataError(
             f"{setting('stratify', True)} needs one class per sample, but the task is "
             f"{setting('task', task)}: remove it"
         )
     files = SampleFiles(
         *(path, name, eval_path, train_split, eval_split, eval_share, split_seed),
-        stratify=targets[0] if stratify else None,
+        stratify=stratify,
+        classes=targets[0] if task == "classification" else None,
         separator=separator,
         drop_missing=drop_missing,
+        lists=[*(targets if task in _LISTS else ()), *([text] if task == _LISTS[1] else ())],
     )
     texts = [text, *([text_pair] if text_pair is not None else [])]
     needed = dict.fromkeys(texts, "text")
@@ -893,8 +899,8 @@ def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
         for number, classes in enumerate(samples[column], 1):
             if not isinstance(classes, list):
                 raise DataError(
-                    f"{setting('target', column)}: every sample must have a list of classes, but "
-                    f"sample {number} has {classes!r}"
+                    f"{setting('target', column)}: every sample must have a list of classes, such "
+                    f'as ["a", "b"], but sample {number} has {classes!r}'
                 )
             values.update(classes)
         return values

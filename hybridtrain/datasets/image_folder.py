@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hybridtrain.data import DataSplits, digest_of_files, for_trained_models
-from hybridtrain.datasets.held_out import held_out, note_without_held_out
+from hybridtrain.data import (
+    DataSplits,
+    HeldOutError,
+    digest_of_files,
+    for_trained_models,
+    metadata_of_training,
+)
+from hybridtrain.datasets.held_out import held_out, note_without_held_out, strata_of
 from hybridtrain.datasets.images import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -116,7 +122,7 @@ def only_to_predict(
     return DataSplits(train=(), eval=None, predict=to_predict, metadata=metadata, notes=notes)
 
 
-@for_trained_models(only_to_predict)
+@for_trained_models(only_to_predict, skips_training=True)
 def image_folder(
     root: str | Path = "data",
     image_size: int | None = None,
@@ -125,7 +131,7 @@ def image_folder(
     mixup: float = 0.0,
     eval_share: float = 0.1,
     split_seed: int = 0,
-    stratify: bool = False,
+    stratify: bool | str = False,
     classes: list[str] | None = None,
     predict_path: str | None = None,
     model_source: str | None = None,
@@ -161,7 +167,8 @@ def image_folder(
             `hybridtrain.datasets.mixup`; 0: off. Doubles the loading time per image.
         eval_share: the share of the images to hold out if there is no folder `train`.
         split_seed: the seed for choosing held-out images.
-        stratify: whether to hold out the share of each class.
+        stratify: whether to hold out the share of each class; `auto`: if each class has
+            enough samples.
         classes: the class names in index order; None: the folder names, sorted.
         predict_path: images without classes, for the command `predict`: a folder, at any depth; a
             file; or `-` for paths on standard input, one per line. They are transformed as in
@@ -176,14 +183,20 @@ def image_folder(
     prepared = image_metadata(image_size, model_source)
     root = Path(root)
     splits, others = _splits_in(root)
-    notes = []
+    notes: list[str] = []
     not_read: list[str] = []
     of_eval: list[tuple[str, int]] = []
+    evaluated = next((split for split in ("validation", "test") if split in splits), None)
+    if metadata_of_training() is not None:
+        if evaluated is None:
+            raise HeldOutError
+        splits["train"] = splits[evaluated]
     if not splits:
         images, others_of_train = _images_by_class(root, root)
         names = class_numbers(list(images), classes, "classes", f"{setting('root', root)}")
         files = _numbered(images, names)
-        strata = [label for _, label in files] if stratify else None
+        strata, why_not = strata_of([label for _, label in files], eval_share, stratify)
+        notes += why_not
         train, evaluation = held_out(len(files), eval_share, split_seed, strata)
         of_train, of_eval = ([files[i] for i in part] for part in (train, evaluation))
         notes += note_without_held_out(_without_samples(names, of_eval), stratify)
@@ -198,9 +211,8 @@ def image_folder(
         names = class_numbers(list(images), classes, "classes", str(splits["train"]))
         of_train = _numbered(images, names)
         folders = [splits.pop("train")]
-        chosen = next((split for split in ("validation", "test") if split in splits), None)
-        if chosen is not None:
-            folders.append(splits.pop(chosen))
+        if evaluated is not None:
+            folders.append(splits.pop(evaluated))
             of_val, others_of_val = _images_by_class(root, folders[1])
             not_read += others_of_val
             different = {*of_val} ^ {*images} if classes is None else set()
@@ -216,9 +228,10 @@ def image_folder(
         unused_folders = [*(folder.name for folder in splits.values()), *others]
         if unused_folders:
             notes.append(f"not used: {', '.join(f'{name}/' for name in sorted(unused_folders))}")
-    notes += note_other_files([*not_read, *others_of_train])
-    notes.append(counted_by_type([path for path, _ in [*of_train, *of_eval]]))
-    folders_text = " and ".join(str(folder) for folder in folders)
+    # once each, also if the evaluation split stands for both
+    notes += note_other_files([*dict.fromkeys([*not_read, *others_of_train])])
+    notes.append(counted_by_type([path for path, _ in dict.fromkeys([*of_train, *of_eval])]))
+    folders_text = " and ".join(str(folder) for folder in dict.fromkeys(folders))
     notes[-1] += f" from {folders_text}"
     notes += image_notes(prepared, model_source)
     plain = image_transform(prepared)

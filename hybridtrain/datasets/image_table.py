@@ -20,7 +20,7 @@ from hybridtrain.datasets.sample_files import SampleFiles, check_columns
 from hybridtrain.errors import DataError, argument, setting
 
 
-@for_trained_models(only_to_predict, path="eval_path")
+@for_trained_models(only_to_predict, skips_training=True, path="eval_path")
 def image_table(
     path: str,
     root: str | None = None,
@@ -33,7 +33,7 @@ def image_table(
     eval_path: str | None = None,
     eval_share: float = 0.1,
     split_seed: int = 0,
-    stratify: bool = False,
+    stratify: bool | str = False,
     separator: str | None = None,
     drop_missing: bool = False,
     classes: list[str] | None = None,
@@ -59,7 +59,8 @@ def image_table(
             held-out share of it.
         eval_share: the share to hold out if there is no evaluation split, 0 to 1.
         split_seed: the seed for choosing held-out images.
-        stratify: whether to hold out the share of each class.
+        stratify: whether to hold out the share of each class; `auto`: if each class has
+            enough samples.
         separator: see `hf_datasets`.
         drop_missing: whether to leave out images without a path or a class; False: an error.
         classes: the class names in index order; None: sorted.
@@ -75,7 +76,8 @@ def image_table(
     prepared = image_metadata(image_size, model_source)
     files = SampleFiles(
         *(path, None, eval_path, "train", None, eval_share, split_seed),
-        stratify=target if stratify else None,
+        stratify=stratify,
+        classes=target,
         separator=separator,
         drop_missing=drop_missing,
     )

@@ -1,11 +1,17 @@
 """MNIST, read by torchvision."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.error import URLError
 
 from torch import Tensor
 
-from hybridtrain.data import DataSplits, InMemoryDataset
+from hybridtrain.data import (
+    DataSplits,
+    InMemoryDataset,
+    for_trained_models,
+    metadata_of_training,
+)
 from hybridtrain.errors import DataError, argument
 
 _SIDE = 28
@@ -21,6 +27,7 @@ _FILES = (
 )
 
 
+@for_trained_models(skips_training=True)
 def mnist(root: str | Path = "data", download: bool = False) -> DataSplits:
     """Returns the 70,000 handwritten digits of MNIST, read by `torchvision.datasets.MNIST`.
 
@@ -40,11 +47,13 @@ def mnist(root: str | Path = "data", download: bool = False) -> DataSplits:
         DataError: files are missing or damaged, or the download fails.
     """
     raw = Path(root) / "MNIST" / "raw"
+    alone = metadata_of_training() is not None
     if not download:
-        _check_present(raw)
+        _check_present(raw, _FILES[2:] if alone else _FILES)
+    evaluation = _read(root, raw, train=False, download=download)
     return DataSplits(
-        train=_read(root, raw, train=True, download=download),
-        eval=_read(root, raw, train=False, download=False),
+        train=evaluation if alone else _read(root, raw, train=True, download=False),
+        eval=evaluation,
         metadata={"num_classes": 10, "image_size": _SIDE, "channels": 1},
     )
 
@@ -57,17 +66,23 @@ def normalised(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemoryDataset:
     # The import takes a second.
     from torchvision.datasets import MNIST
+    from torchvision.datasets.mnist import read_image_file, read_label_file
 
+    of_images, of_labels = _FILES[:2] if train else _FILES[2:]
     try:
-        data = MNIST(str(root), train=train, download=download)
+        if download:
+            MNIST(str(root), download=True)
+        images, labels = (
+            read_image_file(str(raw / of_images)),
+            read_label_file(str(raw / of_labels)),
+        )
     except (AssertionError, EOFError, KeyError, OSError, RuntimeError, TypeError, ValueError) as e:
         # torchvision reports a failed download as a RuntimeError or a URLError, and a damaged file
         # as any error of its parser.
-        if download and (isinstance(e, URLError) or _missing(raw)):
+        if download and (isinstance(e, URLError) or _missing(raw, _FILES)):
             raise DataError(f"could not download MNIST to {raw}: {e}\n{_remedy(raw)}") from e
         raise DataError(_damaged(raw, f"{type(e).__name__}: {e}")) from e
 
-    images, labels = data.data, data.targets
     if images.shape != (len(labels), _SIDE, _SIDE) or len(labels) == 0:
         problem = f"images of shape {tuple(images.shape)} for {len(labels)} labels"
         raise DataError(_damaged(raw, problem))
@@ -76,12 +91,12 @@ def _read(root: str | Path, raw: Path, *, train: bool, download: bool) -> InMemo
     return InMemoryDataset(images, labels, prepare=normalised)
 
 
-def _missing(raw: Path) -> list[str]:
-    return [name for name in _FILES if not (raw / name).is_file()]
+def _missing(raw: Path, files: Sequence[str]) -> list[str]:
+    return [name for name in files if not (raw / name).is_file()]
 
 
-def _check_present(raw: Path) -> None:
-    if not (missing := _missing(raw)):
+def _check_present(raw: Path, files: Sequence[str]) -> None:
+    if not (missing := _missing(raw, files)):
         return
     if all((raw / f"{name}.gz").is_file() for name in missing):
         raise DataError(

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.datasets.held_out import held_out
+from hybridtrain.data import HeldOutError, metadata_of_training
+from hybridtrain.datasets.held_out import held_out, strata_of
 from hybridtrain.datasets.split_names import SPLITS
-from hybridtrain.datasets.tables import Table, check_complete, read_table, without_missing
-from hybridtrain.errors import DataError, argument, setting
+from hybridtrain.datasets.tables import (
+    Table,
+    check_complete,
+    read_table,
+    with_lists,
+    without_missing,
+)
+from hybridtrain.errors import DataError, argument, closest, setting
 
 _EVAL_SPLITS = (*SPLITS["validation"], *SPLITS["test"])
+
+Choose = Callable[[Collection[str]], str]
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,12 @@ class SampleFiles:
     """The files of the samples and how to split them; see `hf_datasets`.
 
     Attributes:
-        stratify: the column with the classes by which to hold out samples; None: at random.
+        stratify: whether to hold out the share of each class, see `strata_of`.
+        classes: the column of the classes; None: there are none.
         separator: the separator of CSV and TSV files; None: guess it.
         drop_missing: whether to leave out samples without a value; None: the data set has no such
             key.
+        lists: the columns of lists, which may be written as text.
     """
 
     path: str
@@ -54,16 +65,20 @@ class SampleFiles:
     eval_split: str | None
     eval_share: float
     split_seed: int
-    stratify: str | None = None
+    stratify: bool | str = False
+    classes: str | None = None
     separator: str | None = None
     drop_missing: bool | None = None
+    lists: Sequence[str] = ()
 
     def read(self, columns: Mapping[str, str], blank_targets: bool) -> Samples:
         """Returns the samples, each with a value in the columns, which are named by their keys."""
         text = next((column for column, key in columns.items() if key == "text"), None)
 
-        def read(key: str, path: str) -> Table:
-            return read_table(key, path, self.name, text=text, separator=self.separator)
+        def read(key: str, path: str, choose: Choose | None = None) -> Table:
+            return read_table(
+                key, path, self.name, text=text, separator=self.separator, choose=choose
+            )
 
         def complete(table: Table) -> tuple[Table, dict[str, int]]:
             left_out = dict.fromkeys(table.splits, 0)
@@ -72,15 +87,15 @@ class SampleFiles:
             can_drop = self.drop_missing is not None
             for column, key in columns.items():
                 check_complete(table, [column], key, key == "text" or blank_targets, can_drop)
-            return table, left_out
+            return with_lists(table, self.lists), left_out
 
+        if metadata_of_training() is not None:
+            return self._of_evaluation(read, complete)
         table, left_out = complete(read("path", self.path))
         tables = [table]
         notes = list(table.notes)
         missing = 0
         train_split = self.train_split
-        if self.path == self.eval_path and train_split not in table.splits:
-            train_split = self.eval_split or next(iter(table.splits))  # nothing is trained
         train = _split_of(table.splits, train_split, "train_split", self.path)
         evaluation = None
         if self.eval_path is not None:
@@ -89,25 +104,28 @@ class SampleFiles:
                 eval_table, left_out_of_eval = complete(read("eval_path", self.eval_path))
                 tables.append(eval_table)
                 notes += eval_table.notes
-            eval_split = self.eval_split or next(iter(eval_table.splits))
+            eval_split = self._split_of_eval_path(eval_table.splits)
             evaluation = _split_of(eval_table.splits, eval_split, "eval_split", self.eval_path)
             missing = left_out_of_eval[eval_split]
         else:
-            known_splits = (split_name for split_name in _EVAL_SPLITS if split_name in table.splits)
-            eval_split = self.eval_split or next(known_splits, self.train_split)
+            eval_split = self._split_of_path(table.splits)
             if eval_split != self.train_split:
                 evaluation = _split_of(table.splits, eval_split, "eval_split", self.path)
                 missing = left_out[eval_split]
                 unused = table.splits.keys() - {self.train_split, eval_split}
                 notes += [f"splits not used: {', '.join(sorted(unused))}"] if unused else []
-        if self.path != self.eval_path:
+        if self.path != self.eval_path or eval_split != train_split:
             missing += left_out[train_split]
         if missing:
             notes.append(f"{counted(missing, 'sample')} without a value left out")
         if evaluation is None:
+            if len(train) < 2:  # perhaps a single object with all samples
+                for column, key in columns.items():
+                    check_columns({"train": train}, key, [column])
             strata = None
-            if self.stratify is not None and self.stratify in train.features:
-                strata = [*train[self.stratify]]
+            if self.classes is not None and self.classes in train.features:
+                strata, why_not = strata_of(train[self.classes], self.eval_share, self.stratify)
+                notes += why_not
             first, second = held_out(len(train), self.eval_share, self.split_seed, strata)
             parts = (train.select(part, keep_in_memory=True) for part in (first, second))
             samples = dict(zip(("train", "eval"), parts, strict=True))
@@ -118,13 +136,54 @@ class SampleFiles:
                 raise DataError(f"the {split} split has no samples")
         return Samples(samples, tables, evaluation is None, notes)
 
+    def _split_of_path(self, splits: Collection[str]) -> str:
+        """Returns the evaluation split of `path`; the training split if samples are held out."""
+        known_splits = (split for split in _EVAL_SPLITS if split in splits)
+        return self.eval_split or next(known_splits, self.train_split)
 
-def _split_of(whole: Any, split: str, key: str, path: str) -> Any:
-    if split not in whole:
-        raise DataError(
-            f"{setting(key, split)}: {path} has no such split; it has {', '.join(map(str, whole))}"
-        )
+    def _split_of_eval_path(self, splits: Collection[str]) -> str:
+        known_splits = (split for split in _EVAL_SPLITS if split in splits)
+        return self.eval_split or next(known_splits, next(iter(splits)))
+
+    def _of_evaluation(
+        self, read: Callable[..., Table], complete: Callable[[Table], tuple[Table, dict[str, int]]]
+    ) -> Samples:
+        """Returns the evaluation samples as both splits; see `metadata_of_training`.
+
+        Raises:
+            HeldOutError: they are a share of the training samples.
+        """
+
+        def choose(splits: Collection[str]) -> str:
+            if self.eval_path is not None:
+                chosen = self._split_of_eval_path(splits)
+            elif (chosen := self._split_of_path(splits)) == self.train_split:
+                raise HeldOutError
+            _check_split(splits, chosen, "eval_split", path)
+            return chosen
+
+        key = "path" if self.eval_path is None else "eval_path"
+        path = self.path if self.eval_path is None else self.eval_path
+        table, left_out = complete(read(key, path, choose))
+        ((split, evaluation),) = table.splits.items()
+        notes = list(table.notes)
+        if left_out[split]:
+            notes.append(f"{counted(left_out[split], 'sample')} without a value left out")
+        if not len(evaluation):
+            raise DataError("the eval split has no samples")
+        return Samples({"train": evaluation, "eval": evaluation}, [table], False, notes)
+
+
+def _split_of(whole: Mapping[str, Any], split: str, key: str, path: str) -> Any:
+    _check_split(whole, split, key, path)
     return whole[split]
+
+
+def _check_split(splits: Collection[str], split: str, key: str, path: str) -> None:
+    if split not in splits:
+        raise DataError(
+            f"{setting(key, split)}: {path} has no such split; it has {', '.join(map(str, splits))}"
+        )
 
 
 def check_named(**values: str | None) -> None:
@@ -146,8 +205,14 @@ def check_columns(
         shown = ", ".join(f"{name} ({dtype})" for name, dtype in dtypes.items())
         for column in columns:
             if column not in dtypes:
+                close = closest(column.strip(), {name.strip(): name for name in dtypes})
+                close = next((name for name in dtypes if name.strip() == close), None)
+                hint = f"; did you mean {close!r}?" if close else ""
+                if len(dtypes) == 1 and column in next(iter(dtypes)):
+                    hint = f"; if that is several columns, {argument('separator')} divides them"
                 raise DataError(
-                    f"{setting(key, column)}: the {split} split has no such column; it has {shown}"
+                    f"{setting(key, column)}: the {split} split has no such column; it has "
+                    f"{shown}{hint}"
                 )
             if kind is not None and not dtypes[column].startswith(beginnings[kind]):
                 raise DataError(

@@ -9,14 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridtrain.data import DataSplits, InMemoryDataset, for_trained_models
+from hybridtrain.data import (
+    DataSplits,
+    InMemoryDataset,
+    for_trained_models,
+    metadata_of_training,
+)
 from hybridtrain.datasets.held_out import check_share, note_without_held_out
 from hybridtrain.datasets.hf_datasets import number_classes
 from hybridtrain.datasets.sample_files import SampleFiles, Samples, check_columns, check_named
 from hybridtrain.datasets.tables import check_complete, check_finite, read_table
-from hybridtrain.errors import DataError, check_choice, setting
+from hybridtrain.errors import DataError, argument, check_choice, setting
 
 TASKS = ("classification", "regression")
+
+# The metadata by which features are scaled.
+_SCALE = ("feature_mean", "feature_std")
 
 
 def _for_trained_models(
@@ -41,7 +49,7 @@ def _for_trained_models(
     )
 
 
-@for_trained_models(_for_trained_models)
+@for_trained_models(_for_trained_models, skips_training=True, path="eval_path")
 def table(
     path: str,
     target: str | list[str] = "label",
@@ -50,7 +58,7 @@ def table(
     eval_path: str | None = None,
     eval_share: float = 0.1,
     split_seed: int = 0,
-    stratify: bool = False,
+    stratify: bool | str = False,
     separator: str | None = None,
     drop_missing: bool = False,
     classes: list[str] | None = None,
@@ -76,7 +84,8 @@ def table(
             held-out share of it.
         eval_share: the share to hold out if there is no evaluation split, 0 to 1.
         split_seed: the seed for choosing held-out samples.
-        stratify: whether to hold out the share of each class.
+        stratify: whether to hold out the share of each class; `auto`: if each class has
+            enough samples.
         separator: see `hf_datasets`.
         drop_missing: whether to leave out samples without a value; False: an error.
         classes: the class names in index order; None: sorted.
@@ -92,16 +101,20 @@ def table(
     check_share(eval_share)
     targets = [target] if isinstance(target, str) else list(target)
     is_regression = task == "regression"
-    if stratify and is_regression:
+    if stratify is True and is_regression:
         raise DataError(f"{setting('stratify', True)} needs classes: remove it")
     files = SampleFiles(
         *(path, None, eval_path, "train", None, eval_share, split_seed),
-        stratify=targets[0] if stratify else None,
+        stratify=stratify,
+        classes=None if is_regression else targets[0],
         separator=separator,
         drop_missing=drop_missing,
     )
     of_targets = dict.fromkeys(targets, "target")
     unused: list[str] = []
+    trained_on = metadata_of_training()
+    if trained_on is not None:
+        features = _features_of(trained_on, features)
     if features is None:
         first = files.read(of_targets, blank_targets=False)
         columns = [name for name in first.samples["train"].features if name not in targets]
@@ -135,7 +148,9 @@ def table(
         without_samples = numbering.without_samples
         if source.held_out:
             notes += note_without_held_out(numbering.without_held_out(), stratify)
-    if normalize:
+    if trained_on is not None:
+        metadata |= {name: trained_on[name] for name in _SCALE if name in trained_on}
+    elif normalize:
         deviation = x["train"].std(0, correction=0)
         metadata["feature_mean"] = x["train"].mean(0).tolist()
         metadata["feature_std"] = torch.where(deviation > 0, deviation, 1.0).tolist()
@@ -156,6 +171,21 @@ def table(
         digest=source.digest,
         without_samples=without_samples,
     )
+
+
+def _features_of(metadata: Mapping[str, Any], features: list[str] | None) -> list[str]:
+    """Returns the features that a model was trained on.
+
+    Raises:
+        DataError: `features` are others.
+    """
+    of_model: list[str] = metadata["features"]
+    if features is not None and list(features) != of_model:
+        raise DataError(
+            f"{setting('features', features)}: the model was trained on {', '.join(of_model)}: "
+            f"remove {argument('features')}"
+        )
+    return of_model
 
 
 def _is_numeric(source: Samples, column: str) -> bool:

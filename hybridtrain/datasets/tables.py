@@ -9,6 +9,8 @@ not read.
 
 from __future__ import annotations
 
+import ast
+import codecs
 import csv
 import glob
 import gzip
@@ -18,14 +20,14 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
 from hybridtrain._base.text_table import counted
-from hybridtrain.data import digest_of_files, digest_of_texts
+from hybridtrain.data import HeldOutError, digest_of_files, digest_of_texts
 from hybridtrain.datasets.split_names import split_of_file
 from hybridtrain.errors import DataError, argument, setting
 
@@ -76,8 +78,9 @@ def read_table(
     *,
     text: str | None = None,
     separator: str | None = None,
+    choose: Callable[[Collection[str]], str] | None = None,
 ) -> Table:
-    """Returns all splits of a file, a pattern of files, a folder or a name on the Hub.
+    """Returns the splits of a file, a pattern of files, a folder or a name on the Hub.
 
     Args:
         key: the config key of `path`, for messages.
@@ -85,6 +88,8 @@ def read_table(
         name: the configuration, for a data set on the Hub with several.
         text: the column of the lines of a text file; None: text.
         separator: the separator of CSV and TSV files, or its name; None: guess it from the header.
+        choose: returns, of the names of the splits, the one to read; None: read all. The library
+            `datasets` reads all of a name on the Hub, and of a folder with a README.md.
 
     Raises:
         DataError: the data does not exist, is empty, damaged or of an unknown format; the message
@@ -100,10 +105,15 @@ def read_table(
     place = Path(path).expanduser()
     files = _files_of(key, path, place)
     if files:
+        if choose is not None:
+            files = {split: files[split] for split in [choose([*filter(None, files)])]}
         return _read_files(key, path, files, text, _separator(separator))
     try:
         with quiet():
-            if place.is_dir() and any((place / saved_name).is_file() for saved_name in _SAVED):
+            if choose is not None and (saved_splits := _saved_splits(place)):
+                chosen = choose(saved_splits)
+                splits = {chosen: datasets.load_from_disk(str(place / chosen))}
+            elif place.is_dir() and any((place / saved_name).is_file() for saved_name in _SAVED):
                 loaded = datasets.load_from_disk(str(place))
                 one_split = isinstance(loaded, datasets.Dataset)
                 splits = {"train": loaded} if one_split else dict(loaded)
@@ -112,11 +122,21 @@ def read_table(
                     builder = datasets.load_dataset_builder(str(place), name)
                     _check_inside(key, path, place, builder.config.data_files)
                 splits = dict(datasets.load_dataset(str(place) if place.exists() else path, name))
-    except DataError:
+    except (DataError, HeldOutError):
         raise
     except Exception as error:  # from many libraries, for many formats
         raise _unreadable(key, path, place.exists(), error) from error
+    if choose is not None:
+        splits = {split: splits[split] for split in [choose(splits)]}
     return Table(splits, notes=[f"from {path}"])
+
+
+def _saved_splits(place: Path) -> list[str]:
+    """Returns the splits that `save_to_disk` wrote to a folder; [] if it has no splits."""
+    try:
+        return [*json.loads((place / _SAVED[0]).read_text(encoding="utf-8"))["splits"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _check_inside(key: str, path: str, folder: Path, data_files: Any) -> None:
@@ -333,7 +353,14 @@ def _checked(path: Path, kind: str, separator: str | None) -> _Scan:
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} cannot be read: it is not UTF-8 ({error}): convert it") from error
+        with open(path, "rb") as raw:
+            utf16 = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "UTF-16" if utf16 else "WINDOWS-1252"
+        perhaps = "" if utf16 else ", if it is from Windows or an older Excel"
+        raise DataError(
+            f"{path} cannot be read: it is not UTF-8 ({error}): convert it, by "
+            f"`iconv -f {encoding} -t UTF-8 {path} > new{path.suffix}`{perhaps}"
+        ) from error
 
 
 def _check_json(paths: Sequence[Path]) -> None:
@@ -470,7 +497,8 @@ def quiet() -> Iterator[None]:
 
 def as_numbers(values: Sequence[str]) -> list[int] | None:
     """Returns texts as whole numbers if all of them are written as such; else None."""
-    return [*map(int, values)] if all(map(_WHOLE_NUMBER.fullmatch, values)) else None
+    texts = all(isinstance(value, str) for value in values)
+    return [*map(int, values)] if texts and all(map(_WHOLE_NUMBER.fullmatch, values)) else None
 
 
 def without_missing(table: Table, columns: Sequence[str]) -> tuple[Table, dict[str, int]]:
@@ -496,6 +524,33 @@ def without_missing(table: Table, columns: Sequence[str]) -> tuple[Table, dict[s
         if left_out[split]:
             splits[split] = samples.select(complete, keep_in_memory=True)
     return replace(table, splits=splits), left_out
+
+
+def with_lists(table: Table, columns: Sequence[str]) -> Table:
+    """Returns a table in which texts such as `["a", "b"]` or `['a', 'b']` are lists.
+
+    CSV has no lists; pandas and other tools write them as text. A column with another text, and a
+    missing one, stays as it is.
+    """
+    splits = dict(table.splits)
+    for split, samples in table.splits.items():
+        for column in columns:
+            dtype = str(getattr(samples.features.get(column), "dtype", ""))
+            if not dtype.endswith("string"):
+                continue
+            lists = [_list_in(text) for text in samples[column]]
+            if all(value is not None for value in lists):
+                samples = samples.remove_columns([column]).add_column(column, lists)
+        splits[split] = samples
+    return replace(table, splits=splits)
+
+
+def _list_in(text: str | None) -> list[Any] | None:
+    try:
+        value = ast.literal_eval((text or "").strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return [*value] if isinstance(value, list | tuple) else None
 
 
 def check_complete(

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.microbatch import batch_size, merge
 from hybridtrain.data import EvalLoader
-from hybridtrain.errors import ConfigError, argument, setting
+from hybridtrain.errors import ConfigError, argument
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.generation import answers, check_generates, prompts_of
 from hybridtrain.loss import (
@@ -110,7 +110,10 @@ def evaluate(
     done = 0
     loss = model.resolve_loss(loss_fn)
     with model.evaluating():
-        for replica, (inputs, targets) in data.by_replica(model.readers):
+        # all processes of a replica generate, each from the whole prompts
+        has_texts = any(isinstance(metric, OfTexts) for metric in metrics.values())
+        readers = None if has_texts else model.readers
+        for replica, (inputs, targets) in data.by_replica(readers):
             states.choose(replica)
             losses = model.map_outputs(inputs, targets, measure)
             _score_texts(model, data, states.current, inputs, targets)
@@ -161,11 +164,6 @@ def _score_texts(
             by_length[metric.max_new_tokens].append(metric)
     if not by_length:
         return
-    if model.world.processes_per_replica > 1:
-        raise ConfigError(
-            f"metrics of generated texts need a model in one process: set "
-            f"{setting('engine', 'local')}, or remove them"
-        )
     check_generates(model)
     if data.tokenizer is None:
         raise ConfigError(

@@ -91,7 +91,7 @@ def check_generates(model: HybridModel) -> None:
 def answers(model: HybridModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[Tensor]:
     """Returns the ids that the model generates for each prompt, without its end token.
 
-    A model in several processes needs all of them to call this with the same prompts.
+    All processes of a replica call this with the same prompts.
 
     Args:
         model: a model of transformers, see `check_generates`; its modes are left as they were.
@@ -182,10 +182,7 @@ def _through_stages(
             of_text = {"decoder_input_ids": text}
         places = lengths + step
         parts = model.map_outputs({**fixed, **of_text}, places - 1, _most_likely)
-        new = torch.cat(parts) if parts else None
-        if model.world.processes_per_replica > 1:
-            new = next(tokens for tokens in model.world.gather(new) if tokens is not None)
-        assert new is not None
+        new = torch.cat(model.pipeline.gather(parts))  # from the process with the last stage
         text[numbers, places], mask[numbers, places] = new, 1
         ended |= torch.isin(new, torch.tensor(sorted(ends)))
         if ended.all():

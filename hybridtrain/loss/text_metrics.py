@@ -12,6 +12,9 @@ from hybridtrain.errors import ConfigError, setting
 
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 
+# Scores are added as whole multiples of its inverse: the sum does not depend on the order.
+_UNIT = 1 << 40
+
 
 class OfTexts(nn.Module):
     """The mean over all samples of scores that compare a generated text with its reference.
@@ -35,8 +38,8 @@ class OfTexts(nn.Module):
         check_number_of_tokens(max_new_tokens)
         self.max_new_tokens = max_new_tokens
         self.dist_sync_fn: Callable[[Tensor], list[Tensor]] | None = None
-        # the sum of each score, and the number of samples
-        sums = torch.zeros(len(self.names) + 1, dtype=torch.float64)
+        # the sum of each score, in units, and the number of samples
+        sums = torch.zeros(len(self.names) + 1, dtype=torch.int64)
         self.register_buffer("sums", sums, persistent=False)
 
     def reset(self) -> None:
@@ -45,20 +48,19 @@ class OfTexts(nn.Module):
 
     def update(self, texts: Sequence[str], references: Sequence[str]) -> None:
         """Adds the texts of a batch."""
-        values = [float(len(texts))]
-        if texts:
-            values = [*(len(texts) * score for score in self.scores(texts, references)), *values]
-            self.sums += torch.tensor(values, dtype=torch.float64).to(self.sums.device)
+        for text, reference in zip(texts, references, strict=True):
+            values = [*(round(_UNIT * score) for score in self.scores(text, reference)), 1]
+            self.sums += torch.tensor(values).to(self.sums.device)
 
-    def scores(self, texts: Sequence[str], references: Sequence[str]) -> list[float]:
-        """Returns the mean of each score over these texts, in the order of `names`."""
+    def scores(self, text: str, reference: str) -> list[float]:
+        """Returns each score of a text, in the order of `names`."""
         raise NotImplementedError
 
     def compute(self) -> Any:
         """Returns the means, by name if there are several; NaN without texts."""
         gather = self.dist_sync_fn or (lambda sums: [sums])
         sums = torch.stack(gather(self.sums)).sum(0)
-        means = (sums[:-1] / sums[-1]).unbind()
+        means = (sums[:-1].double() / _UNIT / sums[-1]).unbind()
         return means[0] if len(means) == 1 else dict(zip(self.names, means, strict=True))
 
 
@@ -67,10 +69,9 @@ class ExactMatch(OfTexts):
 
     names = ("exact_match",)
 
-    def scores(self, texts: Sequence[str], references: Sequence[str]) -> list[float]:
+    def scores(self, text: str, reference: str) -> list[float]:
         """See `OfTexts`."""
-        pairs = zip(texts, references, strict=True)
-        return [sum(text.strip() == other.strip() for text, other in pairs) / len(texts)]
+        return [float(text.strip() == reference.strip())]
 
 
 class Rouge(OfTexts):
@@ -81,11 +82,11 @@ class Rouge(OfTexts):
 
     names = _ROUGE
 
-    def scores(self, texts: Sequence[str], references: Sequence[str]) -> list[float]:
+    def scores(self, text: str, reference: str) -> list[float]:
         """See `OfTexts`."""
         from torchmetrics.functional.text import rouge_score  # takes long to import
 
-        values = rouge_score(list(texts), list(references), rouge_keys=_ROUGE)
+        values = rouge_score(text, reference, rouge_keys=_ROUGE)
         return [float(values[f"{name}_fmeasure"]) for name in self.names]
 
 

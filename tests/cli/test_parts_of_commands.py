@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,55 @@ def write_of_tokens() -> None:
         (np.arange(500, dtype=np.uint16) % 50).tofile(f"{split}.bin")
 
 
+def write_numbers(folder: str = ".") -> None:
+    Path(folder).mkdir(exist_ok=True)
+    for split, shift in (("train", 0), ("eval", 5)):
+        rows = [f"{i + shift},{i % 7},{'ab'[i % 2]}\n" for i in range(24)]
+        Path(folder, f"{split}.csv").write_text("x,y,label\n" + "".join(rows))
+
+
+def write_split_reviews() -> None:
+    write_bert(Path("bert"), layers=1)
+    Path("reviews").mkdir()
+    for split in ("train", "eval"):
+        write_reviews(Path("reviews", f"{split}.jsonl"), 24)
+
+
+def write_saved_reviews() -> None:
+    import datasets
+
+    write_split_reviews()
+    loaded = datasets.load_dataset("json", data_dir="reviews")
+    shutil.rmtree("reviews")
+    splits = {"train": loaded["train"], "eval": loaded["test"]}
+    datasets.DatasetDict(splits).save_to_disk("reviews")
+
+
+def write_pets() -> None:
+    for split in ("train", "eval"):
+        write_images(f"pets/{split}", per_class=4)
+
+
+NUMBERS = ["data=table", "model=tabular_mlp", "model.hidden=[8]"]
+REVIEWS = ["recipe=bert_classifier", "model.source=./bert", "data.path=reviews", "data.max_len=16"]
+PETS = ["recipe=image_folder_vit", "data.root=pets", "data.image_size=32", *PHOTOS[5:]]
+
+
 @pytest.mark.parametrize(
     ("write", "suffix", "words"),
     [
+        pytest.param(
+            write_numbers, ".csv", [*NUMBERS, "data.path=train", "data.eval_path=eval"], id="table"
+        ),
+        pytest.param(
+            partial(write_numbers, "numbers"),
+            "numbers/train.csv",
+            [*NUMBERS, "data.path=numbers"],
+            id="folder of tables",
+        ),
+        pytest.param(write_split_reviews, "reviews/train.jsonl", REVIEWS, id="folder of texts"),
+        pytest.param(write_saved_reviews, "reviews/train", REVIEWS, id="save_to_disk"),
+        pytest.param(write_pets, "pets/train", PETS, id="image_folder"),
         pytest.param(write_of_chats, ".jsonl", CHATS, id="chat"),
         pytest.param(write_photos, ".csv", PHOTOS, id="image_table"),
         pytest.param(
@@ -188,8 +235,8 @@ def write_of_tokens() -> None:
         ),
     ],
 )
-@pytest.mark.quick_cases("text_files")
-def test_each_data_set_with_a_file_to_evaluate_on_is_evaluated_without_its_training_file(
+@pytest.mark.quick_cases("text_files", "table", "folder of texts")
+def test_each_data_set_with_samples_to_evaluate_on_is_evaluated_without_those_to_train_on(
     write: Callable[[], None], suffix: str, words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("datasets")
@@ -199,8 +246,10 @@ def test_each_data_set_with_a_file_to_evaluate_on_is_evaluated_without_its_train
     named = [w + suffix if w.endswith(("=train", "=eval")) else w for w in words]
     succeed(capfd, *named, *FEW, "run_name=run")
     trained = json.loads(Path("outputs/run/summary.json").read_text())["eval"]
-    Path(f"train{suffix}").unlink()
+    train = Path(f"train{suffix}" if suffix.startswith(".") else suffix)
+    shutil.rmtree(train) if train.is_dir() else train.unlink()
     shutil.rmtree("train_photos", ignore_errors=True)
     capfd.readouterr()
     assert main(["evaluate", "run_name=run"]) == 0
     assert json.loads(capfd.readouterr().out)["loss"] == pytest.approx(trained["loss"], abs=1e-6)
+    succeed(capfd, "predict", "run_name=run", "output=new.jsonl")

@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from cli_runs import fail, succeed
 from PIL import Image
 from support.small_data import write_images, write_tokenizer
@@ -158,10 +161,21 @@ def test_what_is_wrong_in_a_table_is_fixed_by_the_key_that_the_error_names(
     assert "set data.drop_missing=true" in said
     said = succeed(capfd, *words, "data.drop_missing=true")
     assert "2 samples without a value left out" in said
-    assert "2 classes: n (7), p (9)" in said
+    assert "2 classes: n (8), p (8)" in said
     Path("a.csv").write_text("text:label\n" + "a, b:x\n" * 4)
     assert "set data.separator= if it is another one" in fail(capfd, *words)
     succeed(capfd, *words, "data.separator=':'")
+    Path("a.csv").write_text("text^label\n" + "a, b^x\n" * 4)
+    assert "if that is several columns, data.separator= divides them" in fail(capfd, *words)
+    succeed(capfd, *words, "data.separator='^'")
+    Path("a.csv").write_text("Text, label\n" + "a, x\n" * 4)
+    assert "Text (string),  label (string); did you mean ' label'?" in fail(capfd, *words)
+    Path("a.csv").write_text("text,label\n" + "a,x\nb,X \nc,y\n" * 4)
+    assert "classes that differ only in case or spaces: 'X ' and 'x'" in succeed(capfd, *words)
+    Path("a.csv").write_bytes(("text,label\n" + "ä,x\nb,y\n" * 4).encode("cp1252"))
+    said = fail(capfd, *words)
+    subprocess.run(re.search(r"`(iconv .*)`", said)[1], shell=True, check=True)  # as it says
+    succeed(capfd, *words, "data.path=new.csv")
     Path("a.csv").write_text("text;label\n" + "a;3,5\n" * 4)
     said = fail(capfd, *words, "data.task=regression")
     assert "data.target=label: sample 1 of a.csv has '3,5'" in said
@@ -174,6 +188,7 @@ def test_a_small_class_is_held_out_by_its_share(capfd: pytest.CaptureFixture[str
     words = [*TEXTS, BERT, "data.path=a.jsonl", "--dry-run"]
     said = succeed(capfd, *words)
     assert "no sample held out of class b, c (data.stratify=true holds out" in said
+    assert "held out at random: one class has only 2 samples" in said
     said = succeed(capfd, *words, "data.stratify=true")
     assert "35 samples to train on, 5 held out; 3 classes: a (27), b (7), c (1)" in said
     assert "no sample held out" not in said
@@ -183,6 +198,26 @@ def test_a_small_class_is_held_out_by_its_share(capfd: pytest.CaptureFixture[str
     said = succeed(capfd, *IMAGES, "data.stratify=true", "data.drop_last=true", "--dry-run")
     assert "3 held out; 3 classes: blue (3), green (3), red (3)" in said
     assert "5 files of other types not read: 2 jfif, 1 heic, 1 avif, 1 txt" in said
+
+
+def test_the_share_of_each_class_is_held_out_by_default_but_not_in_an_earlier_run(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    labels = ["a"] * 34 + ["b"] * 6
+    write_jsonl("a.jsonl", [{"text": "plot", "label": label} for label in labels])
+    words = [*TEXTS, BERT, "data.path=a.jsonl"]
+    said = succeed(capfd, *words)
+    assert "36 samples to train on, 4 held out; 2 classes: a (31), b (5)" in said
+    run = Path("outputs/t/config.yaml")
+    config = yaml.safe_load(run.read_text())
+    del config["data"]["stratify"]
+    run.write_text(yaml.safe_dump(config))
+    said = succeed(capfd, *words, "trainer.steps=2")
+    assert "2 classes: a (30), b (6)" in said
+    assert "no sample held out of class b (data.stratify=true holds out" in said
+    said = fail(capfd, *words, "trainer.steps=3", "data.stratify=true")
+    assert "data.stratify=(not set), not true" in said
+    assert "must be auto, true or false" in fail(capfd, *words, "run_name=b", "data.stratify=no")
 
 
 @pytest.mark.thorough

@@ -47,6 +47,11 @@ def test_classes_are_learnt_from_numbers_and_predicted_by_name(
     succeed(capfd, "predict", "run_name=t", "data.predict_path=new.csv", "output=o.jsonl")
     lines = [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
     assert [line["class"] for line in lines] == ["large", "small"]
+    write("eval.csv", 30)
+    words = ["evaluate", "run_name=t", "data.eval_path=eval.csv"]
+    said = fail(capfd, *words, "data.features=[weight,size]")
+    assert "the model was trained on size, weight: remove data.features=" in said
+    assert "(30 samples)" in succeed(capfd, *words)
 
 
 @pytest.mark.thorough

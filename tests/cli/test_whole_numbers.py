@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cli_runs import metrics, succeed
+from cli_runs import fail, metrics, succeed
 from support.launch import SMALL
 
 KEYS = (
@@ -28,3 +28,18 @@ def test_whole_numbers_are_taken_for_every_number(
 ) -> None:
     succeed(capfd, *SMALL, *keys, "trainer.steps=2", "trainer.log_every=1")
     assert metrics(Path("outputs/digits"))[0]["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("data.max_len=24.5", "data.max_len=24.5 must be a whole number"),
+        ("data.max_len=1e3", "data.max_len=1000.0 must be a whole number, such as 1000"),
+    ],
+)
+@pytest.mark.quick_cases(1)
+def test_a_whole_number_is_asked_for_by_the_name_of_the_key(
+    key: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["recipe=imdb_transformer", "world.devices=cpu", key]
+    assert f"error: {message}" in fail(capfd, *words)

@@ -158,8 +158,8 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
         _log.info("%s", plans.copies_in_words())
     batches = _batches_per_epoch(config, data, options)
     steps = options.trainer.total_steps(batches) if batches or options.trainer.steps else None
-    advice = "use FSDP2, or the first of these" if plans.advises_fsdp2 else "use the first"
-    _log.info("%s:\n%s", advice, Block(plans.answer(steps)))
+    advice = "FSDP2 is faster; for a pipeline, " if plans.advises_fsdp2 else ""
+    _log.info("%suse the first:\n%s", advice, Block(plans.answer(steps)))
     searched = [name for name in _KEYS if len(getattr(choices, name) or "any") > 1]
     if searched:
         _log.info("%s", choice_in_words(plans.prices, searched, plans.table.costs_from))

@@ -270,7 +270,7 @@ def _on_top_of(
                 of_group.insert(0, f"recipe={recipe}")
             of_group += [o for o, k in zip(overrides, keys, strict=True) if k.startswith(_TRUST)]
             chosen = compose_settings(of_group, config_dir)
-            tree[group] = chosen.tree[group]
+            tree[group] = _as_in_run(chosen.tree[group], saved.get(group), group, keys)
             files += [ConfigFile(f.name, {group: f.tree.get(group)}) for f in chosen.files]
             leftovers |= {name: found for name, found in chosen.leftovers.items() if name == group}
     _put_overrides(base, tree, others)
@@ -304,6 +304,22 @@ def _on_top_of(
             *files,
         ],
     )
+
+
+def _as_in_run(option: Any, of_run: Any, group: str, keys: Sequence[str]) -> Any:
+    """Returns an option without the arguments that came after the release of the run.
+
+    They keep the defaults of the function, by which it does what it did.
+    """
+    if not (isinstance(option, Mapping) and isinstance(of_run, Mapping)):
+        return option
+    if option.get("_target_") is None or option["_target_"] != of_run.get("_target_"):
+        return option
+    return {
+        name: value
+        for name, value in option.items()
+        if name in of_run or any(f"{key}.".startswith(f"{group}.{name}.") for key in keys)
+    }
 
 
 def _refuse_another_identity(run: Path, changes: Iterable[Change]) -> None:

@@ -286,12 +286,17 @@ def _is_listed(targets: Targets, target: Any) -> bool:
 
 
 def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
-    """Rejects a string or a single number if the target expects another kind of value."""
+    """Rejects a string or a number if the target expects another kind of value."""
     default, annotation = parameter.default, str(parameter.annotation)
     numeric = annotation in ("<class 'int'>", "<class 'float'>", "int", "float")
-    if isinstance(value, str) and (isinstance(default, int | float) or numeric):
+    takes_text = re.search(r"\bstr\b", annotation) is not None
+    if isinstance(value, str) and not takes_text and (isinstance(default, int | float) or numeric):
         expected = "true or false" if isinstance(default, bool) else "a number"
         raise ConfigError(f"{key}={value} must be {expected}")
+    whole = re.search(r"\bint\b", annotation) and not re.search(r"\bfloat\b", annotation)
+    if isinstance(value, float) and whole:
+        example = f", such as {int(value)}" if value.is_integer() else ""
+        raise ConfigError(f"{key}={value} must be a whole number{example}")
     if isinstance(default, tuple) and value is not None:
         is_list = isinstance(value, list | tuple)
         if not is_list or len(cast(Sequence[Any], value)) != len(default):

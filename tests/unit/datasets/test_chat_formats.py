@@ -30,6 +30,18 @@ SAME = {
             for m in MESSAGES
         ]
     },
+    "one part": {"messages": [{**m, "content": {"text": m["content"]}} for m in MESSAGES]},
+    "parts of OpenAI's assistants": {
+        "messages": [{**m, "content": [{"text": {"value": m["content"]}}]} for m in MESSAGES]
+    },
+    "JSON text": {"messages": json.dumps(MESSAGES)},
+    "columns in a list": {"messages": {"role": [*dict(TURNS)], "content": [*dict(TURNS).values()]}},
+    "ShareGPT's names as roles": {
+        "messages": [
+            {"role": role, "content": content}
+            for role, (_, content) in zip(("System", "human", "gpt"), TURNS, strict=True)
+        ]
+    },
     "ShareGPT": {
         "conversations": [
             {"from": name, "value": value}
@@ -43,6 +55,13 @@ SAME = {
         ],
         "system": "very",
     },
+    "ShareGPT with other names": {
+        "conversations": [
+            {"from": name, "value": value}
+            for name, (_, value) in zip(("system", "Human", "bot"), TURNS, strict=True)
+        ]
+    },
+    "question/answer": {"question": MESSAGES[:2], "answer": MESSAGES[2:]},
     "prompt/completion": {"prompt": MESSAGES[:2], "completion": MESSAGES[2:]},
     "Alpaca": {
         **{"instruction": "good", "input": "film", "output": "nice plot", "system": "very"},
@@ -88,7 +107,8 @@ def test_a_conversation_is_the_same_in_every_format(written, read):
     assert seen == "<|system|> very </s> <|user|> good film </s> <|assistant|> nice plot"
     assert learned == "nice plot </s>"
     name = written.split(" with")[0]
-    assert (f"; {name} (" in str(data)) == (name in ("ShareGPT", "prompt/completion", "Alpaca"))
+    named = ("ShareGPT", "prompt/completion", "question/answer", "Alpaca")
+    assert (f"; {name} (" in str(data)) == (name in named)
 
 
 def test_prompts_and_completions_that_are_texts_are_turns(read):
@@ -113,17 +133,32 @@ def test_tools_reach_the_template_and_the_data_line_counts_them(form, read):
         read(*samples)
 
 
-@pytest.mark.parametrize("form", ["object", "json", "sharegpt"])
+@pytest.mark.parametrize("form", ["object", "json", "older", "sharegpt"])
 def test_calls_of_tools_are_learned_with_their_arguments(form, read):
     call = {"type": "function", "function": CALL}
     if form == "json":
         call = {"type": "function", "function": {**CALL, "arguments": '{"actor": "good"}'}}
     turn = {"role": "assistant", "content": None, "tool_calls": [call]}
     sample = {"messages": [MESSAGES[1], turn]}
+    if form == "older":
+        call = {**CALL, "arguments": '{"actor": "good"}'}
+        turn = {"role": "assistant", "content": None, "function_call": call}
+        sample = {"messages": [MESSAGES[1], turn]}
     if form == "sharegpt":
         call = {"from": "function_call", "value": json.dumps(CALL)}
         sample = {"conversations": [{"from": "human", "value": "good film"}, call]}
     assert words(read(sample, template=WITH_TOOLS))[1] == "film good </s>"
+    with pytest.raises(DataError, match=r"does not render tool_calls: .*chat_template="):
+        read(sample)
+
+
+def test_empty_answers_are_counted(read):
+    empty = [*MESSAGES[:2], {"role": "assistant", "content": " "}]
+    assert "2 answers are empty" in str(
+        read({"messages": [*empty, *empty]}, {"messages": MESSAGES})
+    )
+    with pytest.raises(DataError, match="a content must be a text or a list of parts, not 3"):
+        read({"messages": [{"role": "user", "content": 3}, MESSAGES[2]]})
 
 
 def test_an_answer_of_weight_0_is_not_learned(read):
@@ -147,7 +182,7 @@ def test_an_answer_of_weight_0_is_not_learned(read):
         ),
         ({"prompt": "good", "completion": "nice", "label": True}, "has preferences .* label"),
         ({"messages": MESSAGES, "functions": [CALL]}, "rename it to tools"),
-        ({"conversations": [{"from": "bot", "value": "good"}]}, "sample 1 .*: from='bot' is unkn"),
+        ({"conversations": [{"from": "me", "value": "good"}]}, "sample 1 .*: from='me' is unknown"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]},
             "sample 1 .*: a content has a part of the type image_url",
@@ -155,7 +190,7 @@ def test_an_answer_of_weight_0_is_not_learned(read):
         ({"messages": [{"role": "assistant", "content": None}]}, "role assistant has no content"),
         ({"messages": MESSAGES, "tools": "{"}, "the column of tools is not JSON"),
         ({"messages": MESSAGES, "tools": "3"}, "the tools must be a list"),
-        ({"question": "good", "answer": "nice"}, r"Other .* conversations \(ShareGPT\)"),
+        ({"query": "good", "reply": "nice"}, r"Other .* conversations \(ShareGPT\)"),
     ],
 )
 def test_a_file_that_cannot_be_learned_as_it_is_meant_is_named(sample, message, read):

@@ -41,6 +41,24 @@ def test_a_sample_with_several_classes_has_a_one_for_each(tokenizer, tmp_path):
     assert inputs["input_ids"].shape[0] == 2
 
 
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_lists_that_are_texts_in_a_csv_are_lists(quote, tokenizer, tmp_path):
+    path = tmp_path / "a.csv"
+    rows = [["new", "fun"], ["old"], []] * 2
+    texts = [str(row).replace("'", quote) for row in rows]
+    path.write_text("text;label\n" + "".join(f"good film;{text}\n" for text in texts).replace(
+        '"', '""').replace(";[", ';"[').replace("]\n", ']"\n'))  # fmt: skip
+    data = hf_datasets(str(path), tokenizer, task="multilabel", eval_path=str(path))
+    assert data.metadata["classes"] == ["fun", "new", "old"]
+    assert data.train[0][1].tolist() == [1, 1, 0]
+    path.write_text("text;label\n" + "good;[0, 1, 1]\ngood;[1, 0, 0]\n")
+    data = hf_datasets(str(path), tokenizer, task="multilabel", eval_path=str(path))
+    assert data.train[0][1].tolist() == [0, 1, 1]
+    path.write_text("text;label\n" + "['good', 'film'];['O', 'P']\n" * 2)
+    data = hf_datasets(str(path), tokenizer, task="token_classification", eval_path=str(path))
+    assert data.metadata["classes"] == ["O", "P"]
+
+
 @pytest.mark.parametrize("form", ["vector", "floats", "two", "columns", "csv"])
 def test_labels_of_0_and_1_are_vectors_and_the_data_line_says_so(form, tokenizer, tmp_path):
     rows = [[0, 1, 1], [1, 0, 0], [0, 0, 1], [0, 1, 0]]
