@@ -47,6 +47,7 @@ def stages_and_inputs(count):
 
 
 @pytest.mark.parametrize(("name", "per_device"), bench.OURS)
+@pytest.mark.quick_cases(2)
 def test_a_step_on_streams_has_the_gradients_of_the_whole_model(name, per_device):
     schedule = make_schedule(name, 2, CHUNKS, per_device)
     stages, inputs = stages_and_inputs(schedule.stages)
@@ -161,6 +162,7 @@ def test_fewer_sets_of_multiprocessors_than_devices_are_an_error():
         bench.GreenStreams(4, driver_of(3), lambda handle: handle)
 
 
+@pytest.mark.thorough
 def test_the_script_can_be_tried_on_a_cpu(capsys):
     small = ["--layers", "4", "--width", "8", "--rows", "2", "--chunks", "4", "--repeats", "1"]
     assert bench.main(["--device", "cpu", "--devices", "2", *small]) == 0
