@@ -9,7 +9,7 @@ from typing import Any
 class _LibraryInfo(ctypes.Structure):
     """`struct dl_phdr_info` of link.h, up to the count."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("address", ctypes.c_void_p),
         ("name", ctypes.c_char_p),
         ("headers", ctypes.c_void_p),
