@@ -24,6 +24,7 @@ repeatable       what decides the bits of a result, to set it and to compare it 
 replica_shares   the samples of each replica in a batch, in proportion to the replicas' shares
 repacked_weights 4-bit layers of bitsandbytes, which an evaluation would repack
 shared_gpus      several ranks on one GPU
+shared_libraries how many shared libraries the process has loaded
 shares           a batch made of shares, one for each logical replica of a process
 skip             `stash` and `pop`: tensors that skip layers of a sequential model
 summation_tree   the order in which the gradients of logical replicas are summed

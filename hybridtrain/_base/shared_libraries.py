@@ -18,12 +18,15 @@ class _LibraryInfo(ctypes.Structure):
     ]
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LibraryInfo), ctypes.c_size_t, ctypes.c_void_p)
 def _note(info: Any, size: int, count: Any) -> int:
     """Copies the count, which is the same for each library; 1 leaves out the other libraries."""
     ctypes.c_ulonglong.from_address(count).value = info[0].loads
     return 1
 
+
+_NOTE: Any = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.POINTER(_LibraryInfo), ctypes.c_size_t, ctypes.c_void_p
+)(_note)
 
 # in the C libraries of Linux, not in that of macOS
 _iterate: Any = getattr(ctypes.CDLL(None), "dl_iterate_phdr", None)
@@ -34,5 +37,5 @@ def loaded_libraries() -> int | None:
     if _iterate is None:
         return None
     count = ctypes.c_ulonglong()
-    _iterate(_note, ctypes.byref(count))
+    _iterate(_NOTE, ctypes.byref(count))
     return count.value

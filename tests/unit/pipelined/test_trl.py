@@ -63,29 +63,14 @@ def run(folder, tokenizer, wrap, adapter, data, preferences=False, **more):
         model = peft.get_peft_model(wrap(model), lora())
     else:
         model, config = wrap(model), lora() if adapter == "peft_config" else None
-    kind, settings, reference = trl.SFTTrainer, trl.SFTConfig, {}
+    kind, config_of, reference = trl.SFTTrainer, trl.SFTConfig, {}
     if preferences:
-        kind, settings = trl.DPOTrainer, trl.DPOConfig
+        kind, config_of = trl.DPOTrainer, trl.DPOConfig
         reference = {} if config else {"ref_model": copy.deepcopy(model)}
-    args = settings(
-        output_dir=str(folder),
-        per_device_train_batch_size=6,
-        num_train_epochs=2,
-        learning_rate=0.05,
-        optim="sgd",
-        max_length=None if more.get("padding_free") else 32,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        **more,
-    )
+    length = None if more.get("padding_free") else 32
     trainer = kind(
         model=model,
-        args=args,
+        args=settings(config_of, folder, num_train_epochs=2, max_length=length, **more),
         train_dataset=data,
         processing_class=tokenizer,
         peft_config=config,
@@ -141,7 +126,6 @@ def settings(kind, folder, **more):
     return kind(
         output_dir=str(folder),
         per_device_train_batch_size=6,
-        max_steps=3,
         learning_rate=0.05,
         optim="sgd",
         logging_steps=1,
@@ -158,7 +142,7 @@ def settings(kind, folder, **more):
 def rewards(folder, tokenizer, model):
     return trl.RewardTrainer(
         model=model,
-        args=settings(trl.RewardConfig, folder),
+        args=settings(trl.RewardConfig, folder, max_steps=3),
         train_dataset=rows("chosen", "rejected"),
         processing_class=tokenizer,
     )
@@ -168,7 +152,9 @@ def policy(folder, tokenizer, model):
     prompts = [{"prompt": " ".join(WORDS[i : i + 4])} for i in range(18)]
     return trl.GRPOTrainer(
         model=model,
-        args=settings(trl.GRPOConfig, folder, num_generations=3, max_completion_length=6),
+        args=settings(
+            trl.GRPOConfig, folder, max_steps=3, num_generations=3, max_completion_length=6
+        ),
         train_dataset=datasets.Dataset.from_list(prompts),
         processing_class=tokenizer,
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
