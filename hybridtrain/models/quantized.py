@@ -147,6 +147,7 @@ class QuantizedLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         assert isinstance(layer.weight, Tensor)
+        bias: Any = layer.bias
         self._replaced = type(layer)
         weight = self._in_order(layer.weight.detach())
         self.out_features, self.in_features = weight.shape
@@ -159,7 +160,7 @@ class QuantizedLinear(nn.Linear):
             parameter = nn.Parameter(value, requires_grad=False)
             computed_from(parameter, layer.weight)
             self.register_parameter(name, parameter)
-        self.register_parameter("bias", layer.bias)
+        self.register_parameter("bias", bias)
         self.training = layer.training
 
     @property
@@ -204,7 +205,7 @@ class QuantizedLinear(nn.Linear):
         if not _is_conv1d(self._replaced):
             return layer
         with torch.device("meta"):
-            replaced: Any = self._replaced(self.out_features, self.in_features)
+            replaced = self._replaced(self.out_features, self.in_features)
         weight = self._in_order(layer.weight.detach()).contiguous()
         replaced.weight = nn.Parameter(weight, requires_grad=False)
         replaced.bias = layer.bias
