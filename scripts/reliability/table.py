@@ -258,6 +258,8 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="leave out so many cases")
     parser.add_argument("--output", action="store_true", help="show the output of what is wrong")
     asked = parser.parse_args()
+    # a shell starts a job in the background with SIGINT ignored, which children inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cases = [
         (fault, level, engine)
         for engine in ([asked.engine] if asked.engine else ENGINES)
