@@ -75,7 +75,7 @@ def fault(phase: str) -> None:
         finally:  # the next thread must start
             resource.setrlimit(resource.RLIMIT_AS, before)
     if KIND == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, resource.RLIM_INFINITY))
 
 
 class _Backward(torch.autograd.Function):
