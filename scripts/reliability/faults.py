@@ -30,7 +30,7 @@ KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3
 # given more time, and if it gets a signal, which ends a process that has not begun to train.
 AFTER_STEPS = {"setup": 0}.get(PHASE, 3 if KIND in ("sleep", "stop", "interrupt") else 1)
 AFTER_SAMPLES = 40  # in a data worker, which knows no steps
-done = {"steps": 0, "samples": 0, "signals": 0, "reads": 0}
+done = {"steps": 0, "samples": 0, "reads": 0}
 BATCH = 16
 
 
@@ -43,7 +43,8 @@ def fault(phase: str) -> None:
     if (phase, os.environ.get("RANK", "0")) != (PHASE, RANK) or not is_due:
         return
     at = Path(os.environ["FAULT_TIME"])
-    if not at.exists():
+    is_first = not at.exists()  # a file, because a check restores what a forward changes
+    if is_first:
         at.touch()
     if KIND == "exception":
         raise ArithmeticError(f"boom in {phase}")
@@ -53,8 +54,7 @@ def fault(phase: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "restart" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "3":
         os.kill(os.getpid(), signal.SIGKILL)
-    if KIND in ("terminate", "interrupt") and not done["signals"]:
-        done["signals"] = 1
+    if KIND in ("terminate", "interrupt") and is_first:
         # to the launcher, which tells all its processes, or to this one
         launched = "TORCHELASTIC_RUN_ID" in os.environ
         number = signal.SIGTERM if KIND == "terminate" else signal.SIGINT
@@ -75,7 +75,7 @@ def fault(phase: str) -> None:
         finally:  # the next thread must start
             resource.setrlimit(resource.RLIMIT_AS, before)
     if KIND == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, resource.RLIM_INFINITY))
 
 
 class _Backward(torch.autograd.Function):

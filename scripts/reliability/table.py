@@ -222,7 +222,8 @@ def judge(fault: str, level: str, output: str) -> tuple[bool, str]:
     errors = r"error: " if level != "command" else r"error: |\w+Error: |MemoryError"
     reports = set(re.findall(rf"^(?:{errors}).*", ours, re.MULTILINE))
     line = max(reports, default="nothing", key=ours.rfind)
-    pattern = SAID[kind].format(phase=phase, who=rf"rank {rank}( \(stage \d,[^)]*\)| \([^)]*\))?")
+    said = SAID["sleep" if phase == "worker" else kind]  # its rank waits, and is not stopped itself
+    pattern = said.format(phase=phase, who=rf"rank {rank}( \(stage \d,[^)]*\)| \([^)]*\))?")
     right = len(reports) == 1 and bool(re.search(pattern, ours, re.MULTILINE))
     if kind == "exception" and phase in ("forward", "loss", "backward"):
         right &= bool(re.search(r"(forward|backward) of micro-batch \d on stage 1", ours))
@@ -258,6 +259,8 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="leave out so many cases")
     parser.add_argument("--output", action="store_true", help="show the output of what is wrong")
     asked = parser.parse_args()
+    # a shell starts a job in the background with SIGINT ignored, which children inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     cases = [
         (fault, level, engine)
         for engine in ([asked.engine] if asked.engine else ENGINES)
