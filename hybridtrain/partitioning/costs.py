@@ -257,13 +257,13 @@ def let_run_on_cpu(copy: nn.Module) -> None:
         attention = getattr(config, "_attn_implementation", None)
         if isinstance(attention, str) and "flash" in attention:
             config._attn_implementation = "sdpa"  # type: ignore[union-attr]
-        shape = getattr(part, "out_features", None), getattr(part, "in_features", None)
-        if packed_weight(part) is not None and all(isinstance(size, int) for size in shape):
-            part.forward = partial(_linear_of_zeros, shape)
+        rows, columns = getattr(part, "out_features", None), getattr(part, "in_features", None)
+        if packed_weight(part) is not None and isinstance(rows, int) and isinstance(columns, int):
+            part.forward = partial(_linear_of_zeros, rows, columns)
 
 
-def _linear_of_zeros(shape: tuple[int, int], x: Tensor) -> Tensor:
-    return F.linear(x, x.new_zeros(()).expand(shape))
+def _linear_of_zeros(rows: int, columns: int, x: Tensor) -> Tensor:
+    return F.linear(x, x.new_zeros(()).expand(rows, columns))
 
 
 def fake_like(tensor: Tensor) -> Tensor:
