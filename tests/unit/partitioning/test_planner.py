@@ -244,13 +244,18 @@ def test_a_model_that_has_to_run_to_be_cut_says_to_pass_inputs(make, split):
     assert len(planned(make(), 2, samples(), split=split).stages) == 2
 
 
-def memory_net():
-    return nn.Sequential(nn.Conv1d(1, 1, 1), *(nn.Tanh() for _ in range(11)))
+class SavesFour(nn.Module):
+    def forward(self, x):
+        return x.tanh().exp().sigmoid().tanh()
 
 
-def by_memory(**settings):
+def memory_net(layer=nn.Tanh):
+    return nn.Sequential(nn.Conv1d(1, 1, 1), *(layer() for _ in range(11)))
+
+
+def by_memory(layer=nn.Tanh, **settings):
     options = PipelineOptions(chunks=8, split="memory", **settings)
-    return plan(memory_net(), options, torch.randn(64, 1, 256), StageOwners.of_cpus(3))
+    return plan(memory_net(layer), options, torch.randn(64, 1, 256), StageOwners.of_cpus(3))
 
 
 def test_memory_gives_the_early_stages_of_1f1b_fewer_layers():
@@ -260,11 +265,18 @@ def test_memory_gives_the_early_stages_of_1f1b_fewer_layers():
     assert found.counts[0] < found.counts[2]
 
 
-def test_a_recomputed_stage_counts_its_inputs_and_the_activations_of_one_micro_batch():
-    kept, recomputed = by_memory(), by_memory(recompute="always")
+def test_a_recomputed_stage_counts_the_inputs_of_its_layers_and_the_activations_of_one():
+    kept, recomputed = by_memory(SavesFour), by_memory(SavesFour, recompute="always")
     assert recomputed.recompute == "always"
     most = [max(s.memory_bytes for s in found.stage_costs()) for found in (recomputed, kept)]
-    assert most[0] < most[1]
+    assert most[0] < most[1] / 2
+    # of 8 samples with 256 numbers: inputs of layers, and the values inside one layer
+    held = recomputed.in_flight[1] * recomputed.counts[1] + 3
+    assert recomputed.stage_costs()[1].memory_bytes == held * 8 * 256 * 4
+    # a layer that saves its output alone has nothing to gain
+    of_outputs = by_memory(recompute="always")
+    same = [max(s.memory_bytes for s in found.stage_costs()) for found in (of_outputs, by_memory())]
+    assert same[0] == same[1]
 
 
 @pytest.mark.parametrize("split", [3, None, [1.5, 2], [["a"], ["b", 3]], {"a": 3}], ids=str)
