@@ -313,7 +313,8 @@ def _read_files(
         notes.append(f"not used: {', '.join(left_out[:8])}")
     # per split, because each may be in another folder
     digest = digest_of_texts(map(digest_of_files, files.values()))
-    return Table(splits, files, notes, digest, numbers_are_texts=kind == "csv")
+    unique = [*dict.fromkeys(notes)]  # not once per split
+    return Table(splits, files, unique, digest, numbers_are_texts=kind == "csv")
 
 
 @dataclass(frozen=True)

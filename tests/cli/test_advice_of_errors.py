@@ -456,8 +456,8 @@ ELSEWHERE = {
         "test_what_is_wrong_in_a_chat_file_is_fixed_by_the_key_that_the_error_names",
     ),
     "does not render tool_calls": (
-        "test_fine_tuning.py",
-        "test_what_is_wrong_in_a_chat_file_is_fixed_by_the_key_that_the_error_names",
+        "../unit/datasets/test_chat_formats.py",
+        "test_calls_of_tools_are_learned_with_their_arguments",
     ),
     "the model was trained on {}: remove features=": (
         "test_tables_of_numbers.py",

@@ -172,14 +172,6 @@ def test_what_is_wrong_in_a_chat_file_is_fixed_by_the_key_that_the_error_names(c
         said = succeed(capfd, *RUN, "--dry-run", way_out)
         assert "data: 19 samples to train on, 1 held out" in said
     assert "ShareGPT (conversations); columns not used: tools" in said
-    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    Path("data/chats.jsonl").write_text((json.dumps({"messages": [turns[0], call]}) + "\n") * 20)
-    assert "use a template that does (data.chat_template=)" in fail(capfd, *RUN, "--dry-run")
-    Path("own.jinja").write_text(
-        "{% for m in messages %}<|{{ m.role }}|> {{ m.content or m.tool_calls[0].function.name }} "
-        "</s> {% endfor %}{% if add_generation_prompt %}<|assistant|> {% endif %}"
-    )
-    succeed(capfd, *RUN, "--dry-run", "data.chat_template=own.jinja")
 
 
 def test_peft_loads_the_adapter_that_was_evaluated(capfd):

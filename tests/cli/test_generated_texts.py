@@ -17,7 +17,7 @@ from support.small_hub import (
     write_t5,
 )
 
-from hybridtrain.loss.text_metrics import Rouge
+from hybridtrain.loss import METRICS
 
 FEW = [
     *("data.max_len=24", "data.batch_size=8", "trainer.epochs=null", "world.devices=cpu"),
@@ -169,7 +169,7 @@ def test_scores_of_texts_do_not_depend_on_the_order_of_their_batches() -> None:
     pairs = [(f"a {'b ' * (n % 3)}c{n % 4}", f"b a c{n % 2} d") for n in range(9)]
     values = []
     for sizes in ([9], [2, 4, 3], [1] * 9):
-        metric, left = Rouge(), pairs[::-1] if sizes == [9] else pairs
+        metric, left = METRICS["rouge"](), pairs[::-1] if sizes == [9] else pairs
         for size in sizes:
             batch, left = left[:size], left[size:]
             metric.update(*zip(*batch, strict=True))

@@ -49,7 +49,7 @@ def test_classes_are_learnt_from_numbers_and_predicted_by_name(
     assert [line["class"] for line in lines] == ["large", "small"]
     write("eval.csv", 30)
     words = ["evaluate", "run_name=t", "data.eval_path=eval.csv"]
-    said = fail(capfd, *words, "data.features=[weight,size]")
+    said = fail(capfd, *words, "data.features=[weight,size]", "allow_changes=true")
     assert "the model was trained on size, weight: remove data.features=" in said
     assert "(30 samples)" in succeed(capfd, *words)
 

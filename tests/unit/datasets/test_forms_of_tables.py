@@ -1,0 +1,65 @@
+"""Tables of text as other programs write them, and what is said about those that cannot be read."""
+
+import re
+import subprocess
+
+import pytest
+from support.small_data import write_tokenizer
+
+from hybridtrain.datasets import hf_datasets
+from hybridtrain.errors import DataError
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Writes a table and reads it."""
+    write_tokenizer(tmp_path / "tokenizer.json")
+
+    def reading(text, name="a.csv", **settings):
+        content = text if isinstance(text, bytes) else text.encode()
+        (tmp_path / name).write_bytes(content)
+        return hf_datasets(str(tmp_path / name), str(tmp_path / "tokenizer.json"), **settings)
+
+    return reading
+
+
+def test_a_separator_that_is_not_guessed_is_asked_for(read):
+    table = "text^label\n" + "the plot^x\n" * 4
+    with pytest.raises(DataError, match="if that is several columns, separator= divides them"):
+        read(table)
+    assert read(table, separator="^").metadata["classes"] == ["x"]
+
+
+@pytest.mark.parametrize("header", ["text, label", "text,Label", "text,labels"])
+def test_a_missing_column_is_told_from_one_with_a_similar_name(header, read):
+    with pytest.raises(DataError, match=rf"did you mean '{header.partition(',')[2]}'\?"):
+        read(f"{header}\n" + "a,x\n" * 4)
+
+
+def test_classes_that_differ_only_in_case_or_spaces_are_named(read):
+    data = read("text,label\n" + "a,x\nb,X \nc,y\n" * 8)
+    assert "classes that differ only in case or spaces: 'X ' and 'x'" in str(data)
+    assert "differ only" not in str(read("text,label\n" + "a,x\nb,y\n" * 8))
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_a_file_in_another_encoding_is_converted_by_the_command_of_the_error(
+    encoding, read, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    table = "text,label\n" + "\u00e4 plot,x\nthe plot,y\n" * 4
+    with pytest.raises(DataError, match="it is not UTF-8") as raised:
+        read(table.encode(encoding))
+    subprocess.run(re.search(r"`(iconv .*)`", str(raised.value))[1], shell=True, check=True)
+    converted = (tmp_path / "new.csv").read_bytes()
+    assert converted.decode("utf-8-sig") == table
+    assert read(converted, "new.csv").metadata["classes"] == ["x", "y"]
+
+
+def test_an_object_with_all_samples_is_named_by_its_columns(read):
+    with pytest.raises(DataError, match=r"text=text: the train split has no such column; it has d"):
+        read('{"data": [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]}', "a.json")
