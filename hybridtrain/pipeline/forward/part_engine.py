@@ -294,11 +294,12 @@ class PartRun(StepRun):
         if stage in self._stages:
             super()._enter(stage, microbatch)
 
-    def _take_message(self, action: Action) -> None:
+    def _take_message(self, stage: int, microbatch: int) -> None:
+        action = Action("F", stage, microbatch)
         self._wire.begin_receives(self._due[action])
-        if action.stage:
+        if stage:
             (values,) = self._wire.receive(action, self._doing)
-            self._trips[action.microbatch].arrive(action.stage, values)
+            self._trips[microbatch].arrive(stage, values)
 
     def _send_message(self, stage: int, microbatch: int) -> None:
         if stage + 1 < self._after_all:

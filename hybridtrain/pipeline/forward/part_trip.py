@@ -289,7 +289,7 @@ class NumberedTrip(Trip):
                     popped = {name: pop(name) for name in place.pops if name not in place.stashes}
                     for name, value in self._arguments_here(popped)[0].items():
                         stash(name, value)
-                self.draws.at(place.number)
+                self.draws.at(place.number, place.unit)
                 self.layer = place
                 try:
                     output = place.runs.run(place.position, self, args, kwargs)

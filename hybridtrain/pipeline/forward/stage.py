@@ -182,7 +182,7 @@ class ForwardStage:
             self._backward.to_input(
                 microbatch, in_flight.roots, starts, leaves, reduce, in_flight.whole, self._explain
             )
-        return in_flight.gradients_before()
+        return in_flight.gradients_before() if in_flight.aliases else []
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs the part of a backward that its first part has left."""

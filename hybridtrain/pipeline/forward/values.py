@@ -50,6 +50,7 @@ class Model(NamedTuple):
         names: the names of parameters and buffers, by their `id`.
         containers: the modules, by name, that layers are in; the model itself among them.
         recast: the names of parameters that a later stage uses under autocast, and so casts again.
+        is_lazy: whether the products of the head are lazy, see `head`.
     """
 
     net: nn.Module
@@ -62,6 +63,7 @@ class Model(NamedTuple):
     names: Mapping[int, str]
     containers: Mapping[str, nn.Module]
     recast: set[str]
+    is_lazy: bool
 
 
 def _changed_through_view(tensor: Tensor) -> str:
