@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -139,16 +140,19 @@ def check_grad_mode() -> None:
         )
 
 
-def check_leaves(name: str, values: Any) -> None:
-    """Checks that the tensors of a batch have no autograd graph.
+def leaves_without_graph(name: str, values: Any) -> Any:
+    """Returns the inputs or targets of a batch as containers; their tensors have no graph.
 
     All micro-batches would run the backward of that one graph, which PyTorch allows once.
 
     Raises:
         BatchError: a tensor has a graph.
     """
+    if type(values) is Tensor and values.grad_fn is None:  # most often
+        return values
+    values = as_containers(values)
     if not any(isinstance(leaf, Tensor) and leaf.grad_fn for leaf in tree_leaves(values)):
-        return
+        return values
     for place, leaf in named_leaves(values, name):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             raise BatchError(
@@ -157,6 +161,7 @@ def check_leaves(name: str, values: Any) -> None:
                 f"through that computation: pass {place}.detach(), or move the computation into "
                 "the model's forward (or the loss), which then trains it"
             )
+    return values
 
 
 def check_fixed_replicas(options: PipelineOptions, world: World) -> None:
@@ -230,6 +235,12 @@ NO_GRAPH = (
     "train, call model.train_step(inputs, targets, loss_fn), which runs forward, loss and "
     "backward. For inference, call the model under torch.no_grad()"
 )
+
+
+@contextmanager
+def _with_grad(autocast: AbstractContextManager[object]) -> Iterator[None]:
+    with torch.enable_grad(), autocast:
+        yield
 
 
 class StepLoss(Tensor):
@@ -449,6 +460,7 @@ class HybridModel:
             shard = setting("shard", options.shard)
             log.info("%s has no effect with a single replica", shard)
         self._device_type = world.devices[0].type
+        self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
 
     @torch.inference_mode(False)
     def split_for(self, inputs: Any) -> None:
@@ -520,9 +532,12 @@ class HybridModel:
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the training schedule for `chunks` micro-batches."""
-        options = self.options
-        shape = self.world.nb_part, chunks, options.stages_per_device
-        return make_schedule(options.schedule, *shape, options.max_inflight)
+        if chunks not in self._schedules:
+            options = self.options
+            shape = self.world.nb_part, chunks, options.stages_per_device
+            made = make_schedule(options.schedule, *shape, options.max_inflight)
+            self._schedules[chunks] = made
+        return self._schedules[chunks]
 
     def train_step(
         self,
@@ -563,25 +578,27 @@ class HybridModel:
                 micro-batch. Gradients are incomplete in this case.
         """
         check_grad_mode()
-        check_loss_function(loss_fn, self.net, self.world)
-        inputs, targets = as_containers(inputs), as_containers(targets)
-        check_leaves("inputs", inputs)
-        check_leaves("targets", targets)
-        self.split_for(first_share(inputs))
+        is_new = self._resolved is None or self._resolved[0] is not loss_fn
+        if is_new or self.world.data_parallel_size > 1:  # later steps may train its parameters
+            check_loss_function(loss_fn, self.net, self.world)
+        inputs = leaves_without_graph("inputs", inputs)
+        targets = leaves_without_graph("targets", targets)
+        if not self.is_split:
+            self.split_for(first_share(inputs))
         self._follow_changes(trains=True)
-        self._compare_loss(loss_fn)
-        if sync:  # the same number on all ranks
+        loss = self._compared_loss(loss_fn)
+        if sync and not self._settings_check.is_done:  # the same number on all ranks
             self._settings_check.begin_step(self.pipeline)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
         sizes = cut.sizes
-        self._check_synchronised(len(sizes))
+        if self.options.sync_batch_norm:
+            self._check_synchronised(len(sizes))
         # first-step checks use the first logical replica's share, which is a whole batch for them
         compared = first_share(inputs), cut.of_first_share
         kind = self._checked_kind(*compared, len(sizes), trains=True)
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.to_output_device(targets))
-        loss = self.resolve_loss(loss_fn)
         if not isinstance(weight, BatchWeight):
             weight = self._weight_alone(loss, inputs, targets, weight)
         elif weight.microbatches != len(sizes):
@@ -615,7 +632,7 @@ class HybridModel:
 
         schedule = self.schedule(len(sizes))
         recorded = self.pipeline.new_timeline(schedule) if timeline else None
-        with torch.enable_grad(), self.autocast():
+        with self._modes_of_training():
             losses = self.pipeline.run_train_step(
                 schedule,
                 input_parts.__getitem__,
@@ -674,15 +691,19 @@ class HybridModel:
             total: the number of samples in the step over all batches and replicas, if known; saves
                 the all-reduce for a loss without a count.
         """
-        self._compare_loss(loss_fn)
-        loss, chunks = self.resolve_loss(loss_fn), self.options.chunks
-        batches = [(as_containers(inputs), as_containers(targets)) for inputs, targets in batches]
+        loss, chunks = self._compared_loss(loss_fn), self.options.chunks
+        if set(map(type, chain.from_iterable(batches))) != {Tensor}:
+            batches = [(as_containers(inputs), as_containers(targets)) for inputs, targets in batches]
         return StepWeights(loss, batches, chunks, self.world, samples=samples, total=total)
 
-    def _compare_loss(self, loss_fn: LossFn) -> None:
-        """Compares the first loss over the ranks; a collective call."""
+    def _compared_loss(self, loss_fn: LossFn) -> CountedLoss:
+        """Returns a loss with its count; compares the first one over the ranks, collectively."""
+        resolved = self._resolved
+        if self._settings_check.has_loss and resolved is not None and resolved[0] is loss_fn:
+            return resolved[1]
         if not self._settings_check.has_loss:
             self._settings_check.check_loss(*loss_facts(resolve(loss_fn, self.net)))
+        return self.resolve_loss(loss_fn)
 
     def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
         """Returns `loss_fn` wrapped with its count; see `loss.resolve`."""
@@ -835,7 +856,7 @@ class HybridModel:
         self._follow_changes(trains=True)
         schedule = self._forward_schedule(len(inputs))
         kind = kind or self.pipeline.kinds.of_parts(inputs, trains=True)
-        with torch.enable_grad(), self.autocast():
+        with self._modes_of_training():
             return self.pipeline.run_forwards(schedule, inputs.__getitem__, head, kind)
 
     def run_backwards(self, held: HeldGraphs) -> None:
@@ -896,6 +917,11 @@ class HybridModel:
         """Returns the autocast context for `precision`; fp32 keeps the caller's autocast."""
         return autocast(self.options.precision, self._device_type)
 
+    def _modes_of_training(self) -> AbstractContextManager[object]:
+        """Returns the context of a training step: gradients and autocast."""
+        autocast = self.autocast()
+        return autocast if torch.is_grad_enabled() else _with_grad(autocast)
+
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""
         if mode and not self.net.training:
@@ -935,9 +961,12 @@ class HybridModel:
 
     def to_output_device(self, values: Any) -> Any:
         """Moves the tensors of a pytree to the last stage's device, if this process has it."""
-        if values is None or not self.owns_output:
+        if self.is_split:  # in every step
+            owns, device = self.pipeline.owns_output, self.pipeline.output_device
+        else:
+            owns, device = True, self.output_device
+        if values is None or not owns:
             return values
-        device = self.output_device
         if type(values) is Tensor and values.device == device:
             return values
         return tree_map_only(Tensor, lambda tensor: put(tensor, device), values)
@@ -1089,7 +1118,7 @@ class HybridModel:
     def _cut(self, inputs: Any, targets: Any) -> MicrobatchCut:
         """Returns the split of a batch into micro-batches along dim 0."""
         owned = self.world.owned_replicas
-        if self.training and len(owned) > 1 and not isinstance(inputs, Shares):
+        if len(owned) > 1 and self.training and not isinstance(inputs, Shares):
             raise BatchError(
                 f"this process runs {len(owned)} of {self.world.logical_replicas} replicas, so a "
                 f"batch must assign its samples to replicas: take batches from "

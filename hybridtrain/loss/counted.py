@@ -244,6 +244,8 @@ class TargetCount:
         if smallest is not None and smallest >= 0:
             # all targets count: one pass over the batch instead of one per micro-batch
             targets_per_sample = targets.numel() // targets.shape[0]
+            if targets_per_sample == 1:
+                return list(sizes)
             return [size * targets_per_sample for size in sizes]
         return [self(None, part) for part in split(targets, sizes)]
 

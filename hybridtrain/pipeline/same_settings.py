@@ -116,11 +116,12 @@ class SettingsCheck:
 
     Attributes:
         has_loss: whether the loss has been compared.
+        is_done: whether the optimizers have been compared.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._has_optimizers = self.has_loss = world.size == 1
+        self.is_done = self.has_loss = world.size == 1
         self._steps = 0
         self._seen: list[Optimizer] = []
         self._sent: tuple[list[Optimizer], Tensor, dist.Work] | None = None
@@ -147,7 +148,7 @@ class SettingsCheck:
         Raises:
             ConfigError: see `check_optimizers`.
         """
-        if self._has_optimizers:
+        if self.is_done:
             return
         self._steps += 1
         if self._hook is None:
@@ -187,7 +188,7 @@ class SettingsCheck:
         Raises:
             ConfigError: a class, a default or a group differs.
         """
-        if self._has_optimizers:
+        if self.is_done:
             return
         self._end()
         everywhere, in_stage = optimizer_facts(optimizers)
@@ -197,7 +198,7 @@ class SettingsCheck:
         _compare(self._world, here, in_stage if is_divided else {})
 
     def _end(self) -> None:
-        self._has_optimizers, self._seen = True, []
+        self.is_done, self._seen = True, []
         if self._hook is not None:
             self._hook.remove()
 

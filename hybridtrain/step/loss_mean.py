@@ -24,7 +24,7 @@ class LossMean:
     def __init__(self, model: HybridModel) -> None:
         self.value: float | None = None
         self._model = model
-        self._added: list[ShareLoss] = []
+        self._added: list[TrainStepResult] = []
         # Sums by logical replica, added in a fixed order, so that they do not depend on how
         # replicas are spread over processes. Not means: a sum of float32 losses times counts is
         # exact in float64 as long as they differ by less than about 2**20.
@@ -34,22 +34,22 @@ class LossMean:
 
     def add(self, results: Sequence[TrainStepResult]) -> None:
         """Adds the mean losses of batches, weighted by their counts."""
-        for result in results:
-            self._added += self._shares(result)
+        self._added += results
 
     def drop(self, results: Sequence[TrainStepResult]) -> None:
         """Removes the losses of a skipped step, unless they have been read."""
-        losses = self._identities(results)
-        self._added = [share for share in self._added if id(share.mean) not in losses]
+        dropped = set(map(id, results))
+        self._added = [result for result in self._added if id(result) not in dropped]
 
     def fold(self, least: int = 1, but: Sequence[TrainStepResult] = ()) -> None:
         """Replaces at least `least` accumulated losses by their sums, except those in `but`."""
         # by batch, so that the sums do not depend on how replicas are spread
-        if len(self._added) < least * len(self._model.world.owned_replicas):
+        if len(self._added) < least:
             return
-        waiting = self._identities(but)
-        folded = [share for share in self._added if id(share.mean) not in waiting]
-        self._added = [share for share in self._added if id(share.mean) in waiting]
+        waiting = set(map(id, but))
+        ready = [result for result in self._added if id(result) not in waiting]
+        folded = [share for result in ready for share in self._shares(result)]
+        self._added = [result for result in self._added if id(result) in waiting]
         for replica in sorted({share.replica for share in folded}):
             losses = torch.stack([s.mean for s in folded if s.replica == replica]).double()
             counts = [share.count for share in folded if share.replica == replica]
@@ -91,6 +91,3 @@ class LossMean:
     def _shares(self, result: TrainStepResult) -> Sequence[ShareLoss]:
         replica = self._model.world.owned_replicas.start
         return result.share_losses or [ShareLoss(replica, result.loss, result.count)]
-
-    def _identities(self, results: Sequence[TrainStepResult]) -> set[int]:
-        return {id(share.mean) for result in results for share in self._shares(result)}

@@ -214,14 +214,6 @@ class ForwardStage:
         if self.replica_states is not None:
             self.replica_states.finish()
 
-    def begin_step(self, number: int, whole: frozenset[int]) -> None:
-        """Begins a step that trains; see `LayersOfStage.begin_step`."""
-        self.runs.begin_step(number, whole)
-
-    def check_step(self) -> None:
-        """Compares recomputations; see `LayersOfStage.check_recomputations`."""
-        self.runs.check_recomputations()
-
     def clear(self) -> None:
         """Drops all micro-batches after a failed step."""
         self._in_flight.clear()
