@@ -237,12 +237,6 @@ NO_GRAPH = (
 )
 
 
-@contextmanager
-def _with_grad(autocast: AbstractContextManager[object]) -> Iterator[None]:
-    with torch.enable_grad(), autocast:
-        yield
-
-
 class StepLoss(Tensor):
     """The loss of a step: a tensor without a graph, with a clear error when `backward` is
     called."""
@@ -632,17 +626,22 @@ class HybridModel:
 
         schedule = self.schedule(len(sizes))
         recorded = self.pipeline.new_timeline(schedule) if timeline else None
-        with self._modes_of_training():
-            losses = self.pipeline.run_train_step(
-                schedule,
-                input_parts.__getitem__,
-                head,
-                reduce=sync,
-                timeline=recorded,
-                places=cut.places,
-                batch_check=self._batch_check,
-                kind=kind,
-            )
+        run = partial(
+            self.pipeline.run_train_step,
+            schedule,
+            input_parts.__getitem__,
+            head,
+            reduce=sync,
+            timeline=recorded,
+            places=cut.places,
+            batch_check=self._batch_check,
+            kind=kind,
+        )
+        if self.options.precision == "fp32" and torch.is_grad_enabled():
+            losses = run()
+        else:
+            with torch.enable_grad(), self.autocast():
+                losses = run()
         self._batch_check.finish()
         mean = batch_weight.mean(losses)
         if type(mean) is Tensor:
@@ -856,7 +855,7 @@ class HybridModel:
         self._follow_changes(trains=True)
         schedule = self._forward_schedule(len(inputs))
         kind = kind or self.pipeline.kinds.of_parts(inputs, trains=True)
-        with self._modes_of_training():
+        with torch.enable_grad(), self.autocast():
             return self.pipeline.run_forwards(schedule, inputs.__getitem__, head, kind)
 
     def run_backwards(self, held: HeldGraphs) -> None:
@@ -916,11 +915,6 @@ class HybridModel:
     def autocast(self) -> AbstractContextManager[object]:
         """Returns the autocast context for `precision`; fp32 keeps the caller's autocast."""
         return autocast(self.options.precision, self._device_type)
-
-    def _modes_of_training(self) -> AbstractContextManager[object]:
-        """Returns the context of a training step: gradients and autocast."""
-        autocast = self.autocast()
-        return autocast if torch.is_grad_enabled() else _with_grad(autocast)
 
     def train(self, mode: bool = True) -> HybridModel:
         """Sets training mode, as `nn.Module.train`."""

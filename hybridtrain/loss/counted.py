@@ -90,7 +90,7 @@ class CountedLoss:
         function = function.func if isinstance(function, functools.partial) else function
         return str(getattr(function, "__name__", type(function).__name__))
 
-    @property
+    @functools.cached_property
     def counts_samples(self) -> bool:
         """True for a loss without a count, which is a mean over samples."""
         return self.count is count_samples

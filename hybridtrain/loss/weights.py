@@ -98,9 +98,9 @@ class MicrobatchCounts:
         if not self.is_single_microbatch:
             loss.refuse_ignored(*batch)
         self._is_sum = loss.is_sum
-        counts = loss.counts(*batch, sizes)
+        counts: Any = loss.counts(*batch, sizes)
         if _NUMBERS.issuperset(map(type, counts)):
-            self._set(_checked(cast("Sequence[float]", counts)))
+            self._set(_checked(counts))
         else:
             self._pending = copied_to_host(counts)
 

@@ -213,6 +213,7 @@ default_generator_lock = threading.Lock()
 class _NotSeeded:
     """The context of an evaluation: random operations draw as usual."""
 
+    seeds_device = True  # so that the places of layers are not noted
     position = None
     counts = None
     operations = 0
@@ -320,13 +321,20 @@ class _ForwardDraws(_SeededDraws):
     Args:
         rng: counts them.
         microbatch: the index of the micro-batch.
+
+    Attributes:
+        layer: the layer that runs, or has run last: a draw reads where it is.
+        unit: its unit.
+        seeds_device: whether the generator of the device is seeded. Then `at` must be called; if
+            not, setting `layer` and `unit` does the same, in less time.
     """
 
     def __init__(self, rng: LayerRNG, microbatch: int) -> None:
         super().__init__()
         self._rng = rng
         self._microbatch = microbatch
-        self._layer = self._unit = 0  # code before the first layer belongs to it
+        self.layer = self.unit = 0  # code before the first layer belongs to it
+        self.seeds_device = False
         self._counts: dict[int, int] = {}  # of the draws of each unit so far
         self._offsets: dict[int, int] = {}  # of the device's generator, after each unit so far
         # only where no other thread draws: one that takes no generator changes this state meanwhile
@@ -352,24 +360,22 @@ class _ForwardDraws(_SeededDraws):
         return super().draw(operation, args, kwargs)
 
     def at(self, layer: int, unit: int) -> None:
-        """Records that `layer`, a piece of `unit`, runs next: a draw reads where it is."""
-        self._layer = layer
-        if self._own is None:
-            self._unit = unit
-        else:
-            self.at_unit(unit)
+        """Records that `layer`, a piece of `unit`, runs next."""
+        self.layer = layer
+        self.at_unit(unit)
 
     def at_unit(self, unit: int) -> None:
         """Records that code of `unit` runs next; in a unit that goes on, the count goes on."""
-        if unit != self._unit:
+        if unit != self.unit:
             self._note_unseen()
-            self._unit = unit
+            self.unit = unit
             self._seed_own()
 
     def enter_stage(self) -> None:
         """Seeds the generator of this thread's device, if no other thread draws from it."""
         if self._rng.own_generator is not None:
             self._own = self._rng.own_generator()
+            self.seeds_device = self._own is not None
             if self._own is not None:
                 self._found = self._own.initial_seed(), self._own.get_offset()
                 self._seed_own()
@@ -381,7 +387,7 @@ class _ForwardDraws(_SeededDraws):
             seed, offset = self._found
             self._own.manual_seed(seed)
             self._own.set_offset(offset)
-            self._own = None
+            self._own, self.seeds_device = None, False
 
     def __enter__(self) -> _ForwardDraws:
         if self._rng.own_generator is not None:
@@ -397,55 +403,55 @@ class _ForwardDraws(_SeededDraws):
     def _seed_own(self) -> None:
         if self._own is not None:
             # no operation has the number -1
-            self._own.manual_seed(self._rng.seed_of_unit(self._unit, self._microbatch, -1))
-            self._own.set_offset(self._offsets.get(self._unit, 0))
+            self._own.manual_seed(self._rng.seed_of_unit(self.unit, self._microbatch, -1))
+            self._own.set_offset(self._offsets.get(self.unit, 0))
 
     def _note_unseen(self) -> None:
         if self._own is not None:
             offset = self._own.get_offset()
-            if offset != self._offsets.get(self._unit, 0):
-                self._offsets[self._unit] = offset
+            if offset != self._offsets.get(self.unit, 0):
+                self._offsets[self.unit] = offset
                 self._note_operations()
 
     def _next_seed(self) -> int:
         number = self.operations
         self.skip(1)
         self._note_operations()
-        return self._rng.seed_of_unit(self._unit, self._microbatch, number)
+        return self._rng.seed_of_unit(self.unit, self._microbatch, number)
 
     def _note_operations(self) -> None:
-        self._rng.note_draw(self._layer, self._unit, self._microbatch, self.operations)
+        self._rng.note_draw(self.layer, self.unit, self._microbatch, self.operations)
 
     @property
     def position(self) -> DrawPosition:
         """The place of the next draw."""
         offset = 0 if self._own is None else self._own.get_offset()
-        return DrawPosition(self._layer, self._unit, self.operations, offset)
+        return DrawPosition(self.layer, self.unit, self.operations, offset)
 
     @property
     def counts(self) -> tuple[int, int, Mapping[int, int]]:
         """The layer, the unit, and how often each unit has drawn, for `go_on`."""
-        return self._layer, self._unit, dict(self._counts)
+        return self.layer, self.unit, dict(self._counts)
 
     @property
     def operations(self) -> int:
         """How often the unit has drawn."""
-        return self._counts.get(self._unit, 0)
+        return self._counts.get(self.unit, 0)
 
     def skip(self, operations: int) -> None:
         """Counts draws of the unit; those on fake tensors are not made here."""
-        self._counts[self._unit] = self.operations + operations
+        self._counts[self.unit] = self.operations + operations
 
     def go_on(self, counts: tuple[int, int, Mapping[int, int]]) -> None:
         """Goes on where another process has left this forward."""
-        self._layer, self._unit, before = counts
+        self.layer, self.unit, before = counts
         self._counts = dict(before)
 
     def resume(self, position: DrawPosition) -> None:
         """Goes on from `position`, in the device of this thread once the context is entered."""
-        self._layer, self._unit, operations, offset = position
-        self._counts[self._unit] = operations
-        self._offsets[self._unit] = offset
+        self.layer, self.unit, operations, offset = position
+        self._counts[self.unit] = operations
+        self._offsets[self.unit] = offset
 
 
 class _DrawsOfParts(_ForwardDraws):

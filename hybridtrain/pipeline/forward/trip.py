@@ -253,7 +253,11 @@ class Trip(StageValues):
                 if kwargs:
                     names, values = kwargs.keys(), self._arguments(place, kwargs.values())
                     kwargs = dict(zip(names, values, strict=True))
-            self.draws.at(place.number, place.unit)
+            draws = self.draws
+            if draws.seeds_device:
+                draws.at(place.number, place.unit)
+            else:
+                draws.layer, draws.unit = place.number, place.unit
             self.layer = place
             return place.runs.run(place.position, self, args, kwargs)
         finally:
