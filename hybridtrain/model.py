@@ -455,6 +455,7 @@ class HybridModel:
             log.info("%s has no effect with a single replica", shard)
         self._device_type = world.devices[0].type
         self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
+        self._ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     @torch.inference_mode(False)
     def split_for(self, inputs: Any) -> None:
@@ -621,7 +622,11 @@ class HybridModel:
                 # scale - 0 x value: NaN if the value is not finite, even if its derivative is
                 # finite. All replicas then see NaN in the averaged gradients and skip the step
                 # together
-                gradient = torch.rsub(value, batch_weight.grad_scales[microbatch], alpha=0)
+                scale = batch_weight.grad_scales[microbatch]
+                if scale == 1:  # such as for a batch of one micro-batch in one process
+                    gradient = torch.sub(self._one(value), value, alpha=0)
+                else:
+                    gradient = torch.rsub(value, scale, alpha=0)
             return HeadOutput(value, root, gradient)
 
         schedule = self.schedule(len(sizes))
@@ -648,6 +653,14 @@ class HybridModel:
             mean = mean.as_subclass(StepLoss)
         shares = batch_weight.share_losses(losses) if cut.places is not None else ()
         return TrainStepResult(mean, sum(sizes), recorded, batch_weight.counted, shares)
+
+    def _one(self, like: Tensor) -> Tensor:
+        """Returns 1 as a tensor of a dtype and device; making one takes as long as an operation."""
+        key = like.dtype, like.device
+        one = self._ones.get(key)
+        if one is None:
+            one = self._ones[key] = torch.ones_like(like)
+        return one
 
     def _weight_alone(
         self, loss: CountedLoss, inputs: Any, targets: Any, weight: float | None
@@ -692,7 +705,9 @@ class HybridModel:
         """
         loss, chunks = self._compared_loss(loss_fn), self.options.chunks
         if set(map(type, chain.from_iterable(batches))) != {Tensor}:
-            batches = [(as_containers(inputs), as_containers(targets)) for inputs, targets in batches]
+            batches = [
+                (as_containers(inputs), as_containers(targets)) for inputs, targets in batches
+            ]
         return StepWeights(loss, batches, chunks, self.world, samples=samples, total=total)
 
     def _compared_loss(self, loss_fn: LossFn) -> CountedLoss:

@@ -387,7 +387,7 @@ class TrainLoader(Loader):
                 yield batch_of_shares(pairs, samples, owned, total, position.ended), position
 
     def _plan(self, start: Position) -> Iterator[tuple[int, int, int, list[slice]]]:
-        """Yields the epoch and index of each global batch, its number of samples, and its shares."""
+        """Yields the epoch and index of each global batch, its number of samples and its shares."""
         first = start.batch
         for epoch in itertools.count(start.epoch):
             for batch in range(first, self.batches_per_epoch):

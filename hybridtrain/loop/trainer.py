@@ -67,6 +67,7 @@ _log = logging.getLogger(__name__)
 # How long an interrupted run waits for the other processes before it exits.
 _WAIT_FOR_OTHERS_S = 10.0
 
+
 class Trainer:
     """Trains a `HybridModel`. Every process creates and runs a Trainer.
 

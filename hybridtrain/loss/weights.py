@@ -31,7 +31,6 @@ from hybridtrain.errors import BatchError
 from hybridtrain.loss.counted import CountedLoss
 from hybridtrain.world import World
 
-
 _NUMBERS = frozenset((int, float))
 
 

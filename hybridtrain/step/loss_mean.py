@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridtrain._base.accelerator import put
-from hybridtrain.loss import ShareLoss
 from hybridtrain.model import HybridModel, TrainStepResult
 
 
@@ -28,7 +29,7 @@ class LossMean:
         # Sums by logical replica, added in a fixed order, so that they do not depend on how
         # replicas are spread over processes. Not means: a sum of float32 losses times counts is
         # exact in float64 as long as they differ by less than about 2**20.
-        self._sums: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor | float] = {}
         self._counts: dict[int, float] = {}
         self._gathered = 0.0, 0.0  # the sums of all replicas up to the last `gather`
 
@@ -46,17 +47,25 @@ class LossMean:
         # by batch, so that the sums do not depend on how replicas are spread
         if len(self._added) < least:
             return
-        waiting = set(map(id, but))
-        ready = [result for result in self._added if id(result) not in waiting]
-        folded = [share for result in ready for share in self._shares(result)]
-        self._added = [result for result in self._added if id(result) in waiting]
-        for replica in sorted({share.replica for share in folded}):
-            losses = torch.stack([s.mean for s in folded if s.replica == replica]).double()
-            counts = [share.count for share in folded if share.replica == replica]
-            weights = put(torch.tensor(counts, dtype=torch.float64), losses.device)
-            total = torch.dot(losses, weights)
+        waiting, left = set(map(id, but)), []
+        losses: dict[int, list[Tensor]] = defaultdict(list)
+        counts: dict[int, list[float]] = defaultdict(list)
+        for result in self._added:
+            if id(result) in waiting:
+                left.append(result)
+            elif result.share_losses:
+                for share in result.share_losses:
+                    losses[share.replica].append(share.mean)
+                    counts[share.replica].append(share.count)
+            else:
+                replica = self._model.world.owned_replicas.start
+                losses[replica].append(result.loss)
+                counts[replica].append(result.count)
+        self._added = left
+        for replica in sorted(losses):
+            total = _dot(losses[replica], counts[replica])
             self._sums[replica] = total + self._sums[replica] if replica in self._sums else total
-            self._counts[replica] = self._counts.get(replica, 0.0) + sum(counts)
+            self._counts[replica] = self._counts.get(replica, 0.0) + sum(counts[replica])
 
     def gather(self) -> None:
         """Sums the losses of all replicas, for `state_dict`; a collective call."""
@@ -88,6 +97,10 @@ class LossMean:
         self._added, self._sums, self._counts = [], {}, {}
         self._gathered = state["loss_sum"], state["loss_samples"]
 
-    def _shares(self, result: TrainStepResult) -> Sequence[ShareLoss]:
-        replica = self._model.world.owned_replicas.start
-        return result.share_losses or [ShareLoss(replica, result.loss, result.count)]
+
+def _dot(losses: Sequence[Tensor], counts: Sequence[float]) -> Tensor | float:
+    """Returns the sum of losses times counts in float64: a number if the losses are on the host."""
+    if losses[0].is_cpu:
+        return sum(map(mul, map(float, losses), counts))
+    on_device = torch.stack(list(losses)).double()
+    return torch.dot(on_device, put(torch.tensor(counts, dtype=torch.float64), on_device.device))

@@ -421,7 +421,9 @@ class OptimizerStep:
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
-                take_step(optimizer, partial(self.finite.scaler.step, optimizer))
+                scaler = self.finite.scaler
+                scales = scaler.is_enabled()
+                take_step(optimizer, partial(scaler.step, optimizer) if scales else optimizer.step)
         finally:
             activity.work = before
 

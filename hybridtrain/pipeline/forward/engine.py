@@ -172,7 +172,9 @@ class ForwardEngine:
         (stage,) = self._stages
         ((number, doing),) = run.activity.items()
         try:
-            with step.thread_state.applied():
+            # this thread has the step's state, but for autocast, in which only forwards run
+            state = step.thread_state
+            with state.applied() if state.autocast_dtypes else _NONE:
                 for action in step.schedule.lanes[number]:
                     kind, _, microbatch = action
                     doing.begin(action)

@@ -88,9 +88,7 @@ def places_of(
                 places.setdefault(id(opened), []).append(OpenedUnit(unit, stage))
             module = net.get_submodule(names[id(layer.module)])
             names_of_values = stashed_by(module), popped_by(module)
-            place = LayerPlace(
-                index, unit, stage, layer.name, position, of_stage, *names_of_values
-            )
+            place = LayerPlace(index, unit, stage, layer.name, position, of_stage, *names_of_values)
             places.setdefault(id(module), []).append(place)
             index += 1
     return places

@@ -143,7 +143,9 @@ class StageValues:
         self._starts: list[int] = []  # the first node number of each stage so far
         # of tensors whose node does not say it, other than parameters: stage and tensor
         self._stages: dict[int, tuple[int, Tensor]] = {}
-        self._aliases: list[dict[int, CutValue]] = [{} for _ in model.devices]
+        self._aliases: list[dict[int, CutValue]] = [{}]
+        if len(model.devices) > 1:
+            self._aliases = [{} for _ in model.devices]
         self._copies: dict[int, _Copies] = {}  # by the `id` of the source
         # the last stage that has changed the memory of an earlier stage in place, by `storage_id`
         self._changed: dict[int, int] = {}
