@@ -172,9 +172,7 @@ class ForwardEngine:
         (stage,) = self._stages
         ((number, doing),) = run.activity.items()
         try:
-            # this thread has the step's state, but for autocast, in which only forwards run
-            state = step.thread_state
-            with state.applied() if state.autocast_dtypes else _NONE:
+            with step.thread_state.applied():
                 for action in step.schedule.lanes[number]:
                     kind, _, microbatch = action
                     doing.begin(action)
