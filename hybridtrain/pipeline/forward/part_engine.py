@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hybridtrain._base.python_draws import watched_python_draws
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import (
     FakeTensorMode,
@@ -216,7 +217,12 @@ class PartEngine(ForwardEngine):
         trains = step.makes_graphs
         draws = self._rng.rehearsing().drawing_in_part(0)
         trip = RehearsalTrip(self._mode_of_copies, model, draws, trains)
-        with torch.random.fork_rng([]), torch.set_grad_enabled(trains), skip_scope({}):
+        with (
+            torch.random.fork_rng([]),
+            torch.set_grad_enabled(trains),
+            skip_scope({}),
+            watched_python_draws(trip.refuse_draw),
+        ):
             return trip.go(arguments_of(model.net, inputs), step.thread_state.autocast())
 
     def _model_of_copy(self, copy: nn.Module) -> Model:
