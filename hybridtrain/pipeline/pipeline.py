@@ -394,7 +394,8 @@ class Pipeline:
                 stage.begin_replicas(step.places)
         noted, signals = activity.step(step.schedule.trains), second_signal_ends()
         norms = None if self._norms is None else self._norms.step()
-        if noted is signals is norms is step.places is None:  # most often in a `Trainer`
+        contexts = noted or signals or norms
+        if contexts is None and step.places is None:  # most often in a `Trainer`
             values = self._engine.run(step)
         else:
             with noted or _NOTHING, signals or _NOTHING, norms or _NOTHING:

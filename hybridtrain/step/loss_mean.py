@@ -101,6 +101,7 @@ class LossMean:
 def _dot(losses: Sequence[Tensor], counts: Sequence[float]) -> Tensor | float:
     """Returns the sum of losses times counts in float64: a number if the losses are on the host."""
     if losses[0].is_cpu:
-        return sum(map(mul, map(float, losses), counts))
+        total: float = sum(map(mul, map(float, losses), counts))
+        return total
     on_device = torch.stack(list(losses)).double()
     return torch.dot(on_device, put(torch.tensor(counts, dtype=torch.float64), on_device.device))

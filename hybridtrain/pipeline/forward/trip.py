@@ -116,7 +116,7 @@ class Trip(StageValues):
 
     @cached_property
     def glue(self) -> Glue:
-        """Sees the operations between layers; a model in one stage needs none."""
+        """See `StageValues`."""
         return Glue(self)
 
     # --- the forward
@@ -322,7 +322,7 @@ class Trip(StageValues):
         """
         head, self._head = self._head, None
         assert head is not None
-        of_loss = [] if head.root is None else [head.root]
+        of_loss: list[Root] = [] if head.root is None else [head.root]
         if not self._last:
             return [StageInFlight(of_loss, head.gradient, (), whole[0])]
         aliases = [list(of_stage.values()) for of_stage in self._aliases]

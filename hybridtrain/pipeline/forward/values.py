@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -127,10 +128,12 @@ class StageValues:
         stage: the stage in which the forward is.
         layer: the layer in which it is; None between layers.
         is_in_forward: False before and after the forward.
-        glue: sees the operations between layers.
     """
 
-    glue: Glue
+    @cached_property
+    def glue(self) -> Glue:
+        """Sees the operations between layers; a model in one stage needs none."""
+        raise NotImplementedError
 
     def __init__(self, model: Model, trains: bool, learns: bool) -> None:
         self.stage = 0
