@@ -60,9 +60,12 @@ def _count(more: int) -> None:
 
 def _functions() -> Iterator[tuple[Any, str, Any]]:
     """Yields the functions that draw from a default generator, with their modules and names."""
-    numpy = sys.modules.get("numpy.random")  # else nothing of it can be called
-    for module, kind in ((random, random.Random), (numpy, getattr(numpy, "RandomState", None))):
-        for name, function in list(vars(module).items()) if module and kind else ():
+    numpy: Any = sys.modules.get("numpy.random")  # else nothing of it can be called
+    generators: list[tuple[Any, type]] = [(random, random.Random)]
+    if numpy is not None:
+        generators.append((numpy, numpy.RandomState))
+    for module, kind in generators:
+        for name, function in list(vars(module).items()):
             if isinstance(getattr(function, "__self__", None), kind) and name not in _OF_STATE:
                 yield module, name, function
 
