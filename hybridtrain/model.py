@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -141,16 +142,19 @@ def check_grad_mode() -> None:
         )
 
 
-def check_leaves(name: str, values: Any) -> None:
-    """Checks that the tensors of a batch have no autograd graph.
+def leaves_without_graph(name: str, values: Any) -> Any:
+    """Returns the inputs or targets of a batch as containers; their tensors have no graph.
 
     All micro-batches would run the backward of that one graph, which PyTorch allows once.
 
     Raises:
         BatchError: a tensor has a graph.
     """
+    if type(values) is Tensor and values.grad_fn is None:  # most often
+        return values
+    values = as_containers(values)
     if not any(isinstance(leaf, Tensor) and leaf.grad_fn for leaf in tree_leaves(values)):
-        return
+        return values
     for place, leaf in named_leaves(values, name):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             raise BatchError(
@@ -159,6 +163,7 @@ def check_leaves(name: str, values: Any) -> None:
                 f"through that computation: pass {place}.detach(), or move the computation into "
                 "the model's forward (or the loss), which then trains it"
             )
+    return values
 
 
 def check_fixed_replicas(options: PipelineOptions, world: World) -> None:
@@ -454,6 +459,8 @@ class HybridModel:
         types = (p.dtype for p in net.parameters() if p.is_floating_point())
         dtype = AUTOCAST[options.precision] or next(types, torch.float32)
         check_attention(options.attention, world.devices, dtype)
+        self._schedules: dict[int, Schedule] = {}  # by the number of micro-batches
+        self._ones: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     @torch.inference_mode(False)
     def split_for(self, inputs: Any) -> None:
@@ -527,9 +534,12 @@ class HybridModel:
 
     def schedule(self, chunks: int) -> Schedule:
         """Returns the training schedule for `chunks` micro-batches."""
-        options = self.options
-        shape = self.world.nb_part, chunks, options.stages_per_device
-        return make_schedule(options.schedule, *shape, options.max_inflight)
+        if chunks not in self._schedules:
+            options = self.options
+            shape = self.world.nb_part, chunks, options.stages_per_device
+            made = make_schedule(options.schedule, *shape, options.max_inflight)
+            self._schedules[chunks] = made
+        return self._schedules[chunks]
 
     def train_step(
         self,
@@ -570,25 +580,27 @@ class HybridModel:
                 micro-batch. Gradients are incomplete in this case.
         """
         check_grad_mode()
-        check_loss_function(loss_fn, self.net, self.world)
-        inputs, targets = as_containers(inputs), as_containers(targets)
-        check_leaves("inputs", inputs)
-        check_leaves("targets", targets)
-        self.split_for(first_share(inputs))
+        is_new = self._resolved is None or self._resolved[0] is not loss_fn
+        if is_new or self.world.data_parallel_size > 1:  # later steps may train its parameters
+            check_loss_function(loss_fn, self.net, self.world)
+        inputs = leaves_without_graph("inputs", inputs)
+        targets = leaves_without_graph("targets", targets)
+        if not self.is_split:
+            self.split_for(first_share(inputs))
         self._follow_changes(trains=True)
-        self._compare_loss(loss_fn)
-        if sync:  # the same number on all ranks
+        loss = self._compared_loss(loss_fn)
+        if sync and not self._settings_check.is_done:  # the same number on all ranks
             self._settings_check.begin_step(self.pipeline)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
         sizes = cut.sizes
-        self._check_synchronised(len(sizes))
+        if self.options.sync_batch_norm:
+            self._check_synchronised(len(sizes))
         # first-step checks use the first logical replica's share, which is a whole batch for them
         compared = first_share(inputs), cut.of_first_share
         kind = self._checked_kind(*compared, len(sizes), trains=True)
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.to_output_device(targets))
-        loss = self.resolve_loss(loss_fn)
         if not isinstance(weight, BatchWeight):
             weight = self._weight_alone(loss, inputs, targets, weight)
         elif weight.microbatches != len(sizes):
@@ -617,28 +629,45 @@ class HybridModel:
                 # scale - 0 x value: NaN if the value is not finite, even if its derivative is
                 # finite. All replicas then see NaN in the averaged gradients and skip the step
                 # together
-                gradient = torch.rsub(value, batch_weight.grad_scales[microbatch], alpha=0)
+                scale = batch_weight.grad_scales[microbatch]
+                if scale == 1:  # such as for a batch of one micro-batch in one process
+                    gradient = torch.sub(self._one(value), value, alpha=0)
+                else:
+                    gradient = torch.rsub(value, scale, alpha=0)
             return HeadOutput(value, root, gradient)
 
         schedule = self.schedule(len(sizes))
         recorded = self.pipeline.new_timeline(schedule) if timeline else None
-        with torch.enable_grad(), self.autocast():
-            losses = self.pipeline.run_train_step(
-                schedule,
-                input_parts.__getitem__,
-                head,
-                reduce=sync,
-                timeline=recorded,
-                places=cut.places,
-                batch_check=self._batch_check,
-                kind=kind,
-            )
+        run = partial(
+            self.pipeline.run_train_step,
+            schedule,
+            input_parts.__getitem__,
+            head,
+            reduce=sync,
+            timeline=recorded,
+            places=cut.places,
+            batch_check=self._batch_check,
+            kind=kind,
+        )
+        if self.options.precision == "fp32" and torch.is_grad_enabled():
+            losses = run()
+        else:
+            with torch.enable_grad(), self.autocast():
+                losses = run()
         self._batch_check.finish()
         mean = batch_weight.mean(losses)
         if type(mean) is Tensor:
             mean = mean.as_subclass(StepLoss)
         shares = batch_weight.share_losses(losses) if cut.places is not None else ()
         return TrainStepResult(mean, sum(sizes), recorded, batch_weight.counted, shares)
+
+    def _one(self, like: Tensor) -> Tensor:
+        """Returns 1 as a tensor of a dtype and device; making one takes as long as an operation."""
+        key = like.dtype, like.device
+        one = self._ones.get(key)
+        if one is None:
+            one = self._ones[key] = torch.ones_like(like)
+        return one
 
     def _weight_alone(
         self, loss: CountedLoss, inputs: Any, targets: Any, weight: float | None
@@ -681,15 +710,21 @@ class HybridModel:
             total: the number of samples in the step over all batches and replicas, if known; saves
                 the all-reduce for a loss without a count.
         """
-        self._compare_loss(loss_fn)
-        loss, chunks = self.resolve_loss(loss_fn), self.options.chunks
-        batches = [(as_containers(inputs), as_containers(targets)) for inputs, targets in batches]
+        loss, chunks = self._compared_loss(loss_fn), self.options.chunks
+        if set(map(type, chain.from_iterable(batches))) != {Tensor}:
+            batches = [
+                (as_containers(inputs), as_containers(targets)) for inputs, targets in batches
+            ]
         return StepWeights(loss, batches, chunks, self.world, samples=samples, total=total)
 
-    def _compare_loss(self, loss_fn: LossFn) -> None:
-        """Compares the first loss over the ranks; a collective call."""
+    def _compared_loss(self, loss_fn: LossFn) -> CountedLoss:
+        """Returns a loss with its count; compares the first one over the ranks, collectively."""
+        resolved = self._resolved
+        if self._settings_check.has_loss and resolved is not None and resolved[0] is loss_fn:
+            return resolved[1]
         if not self._settings_check.has_loss:
             self._settings_check.check_loss(*loss_facts(resolve(loss_fn, self.net)))
+        return self.resolve_loss(loss_fn)
 
     def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
         """Returns `loss_fn` wrapped with its count; see `loss.resolve`."""
@@ -946,9 +981,12 @@ class HybridModel:
 
     def to_output_device(self, values: Any) -> Any:
         """Moves the tensors of a pytree to the last stage's device, if this process has it."""
-        if values is None or not self.owns_output:
+        if self.is_split:  # in every step
+            owns, device = self.pipeline.owns_output, self.pipeline.output_device
+        else:
+            owns, device = True, self.output_device
+        if values is None or not owns:
             return values
-        device = self.output_device
         if type(values) is Tensor and values.device == device:
             return values
         return tree_map_only(Tensor, lambda tensor: put(tensor, device), values)
@@ -1101,7 +1139,7 @@ class HybridModel:
     def _cut(self, inputs: Any, targets: Any) -> MicrobatchCut:
         """Returns the split of a batch into micro-batches along dim 0."""
         owned = self.world.owned_replicas
-        if self.training and len(owned) > 1 and not isinstance(inputs, Shares):
+        if len(owned) > 1 and self.training and not isinstance(inputs, Shares):
             raise BatchError(
                 f"this process runs {len(owned)} of {self.world.logical_replicas} replicas, so a "
                 f"batch must assign its samples to replicas: take batches from "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -175,9 +176,14 @@ def chunk_sizes(samples: int, chunks: int) -> list[int]:
     >>> chunk_sizes(10, 4), chunk_sizes(3, 4)
     ([3, 3, 2, 2], [1, 1, 1])
     """
+    return list(_chunk_sizes(samples, chunks))
+
+
+@cache
+def _chunk_sizes(samples: int, chunks: int) -> tuple[int, ...]:
     chunks = min(chunks, samples)
     small, larger = divmod(samples, chunks)
-    return [small + 1] * larger + [small] * (chunks - larger)
+    return (small + 1,) * larger + (small,) * (chunks - larger)
 
 
 class MicrobatchCut:
@@ -194,11 +200,11 @@ class MicrobatchCut:
 
     def __init__(self, chunks: int, *batches: Any) -> None:
         self.places: list[MicrobatchPlace] | None = None
-        made_of_shares = [batch for batch in batches if isinstance(batch, Shares)]
-        if not made_of_shares:
-            self.sizes = chunk_sizes(batch_size(*batches), chunks)
+        if Shares not in map(type, batches):
+            self.sizes = list(_chunk_sizes(batch_size(*batches), chunks))
             self._sizes_of_shares = [self.sizes]
             return
+        made_of_shares = [batch for batch in batches if isinstance(batch, Shares)]
         self._sizes_of_shares = [
             chunk_sizes(batch_size(*parts), chunks) for parts in shares_of(*batches)
         ]
@@ -211,6 +217,8 @@ class MicrobatchCut:
 
     def of(self, batch: Any) -> list[Any]:
         """Returns the micro-batches of a batch; see `split`."""
+        if type(batch) is Tensor and len(self.sizes) == 1:
+            return [batch]
         if not isinstance(batch, Shares):
             return split(batch, self.sizes)
         shares = zip(batch.parts, self._sizes_of_shares, strict=True)

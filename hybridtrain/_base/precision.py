@@ -56,15 +56,11 @@ class ThreadState(NamedTuple):
     @classmethod
     def capture(cls) -> ThreadState:
         """Returns the state of the calling thread."""
-        return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast_dtypes=tuple(
-                (device_type, torch.get_autocast_dtype(device_type))
-                for device_type in ("cpu", "cuda")
-                if torch.is_autocast_enabled(device_type)
-            ),
-        )
+        dtypes: tuple[tuple[str, torch.dtype], ...] = ()
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                dtypes = *dtypes, (device_type, torch.get_autocast_dtype(device_type))
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtypes)
 
     def applied(self) -> AbstractContextManager[object]:
         """Returns a context for a whole step: this grad and inference mode, and no autocast."""

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,6 +205,11 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """
     call: Callable[..., Any] | None = module._compiled_call_impl
     return call
+
+
+def compiled_calls(modules: Iterable[nn.Module]) -> Iterable[Callable[..., Any] | None]:
+    """Returns the `compiled_call` of each module, without a Python call for it."""
+    return map(attrgetter("_compiled_call_impl"), modules)
 
 
 def is_wrapped_by_compiler(depth: int) -> bool:

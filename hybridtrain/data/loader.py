@@ -377,22 +377,22 @@ class TrainLoader(Loader):
         requests = self._requests(start.next)
         reads = reads_here(readers, self._world)
         with closing(fetch(self.dataset, requests, self.options, self._world, reads)) as fetched:
-            for position, total, slices in self._plan(start.next):
+            for epoch, batch, total, slices in self._plan(start.next):
                 pairs = list(itertools.islice(fetched, len(slices)))
                 if len(pairs) < len(slices):
                     return
                 samples = [share.stop - share.start for share in slices]
                 owned = self._world.owned_replicas
+                position = Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch)
                 yield batch_of_shares(pairs, samples, owned, total, position.ended), position
 
-    def _plan(self, start: Position) -> Iterator[tuple[Position, int, list[slice]]]:
-        """Yields the position after each global batch, its number of samples, and the shares."""
+    def _plan(self, start: Position) -> Iterator[tuple[int, int, int, list[slice]]]:
+        """Yields the epoch and index of each global batch, its number of samples and its shares."""
         first = start.batch
         for epoch in itertools.count(start.epoch):
             for batch in range(first, self.batches_per_epoch):
                 total = min(self.batch_size, self.samples - batch * self.batch_size)
-                shares = self._shares_of(total)
-                yield Position(epoch, batch + 1, batch + 1 == self.batches_per_epoch), total, shares
+                yield epoch, batch, total, self._shares_of(total)
             first = 0
 
     def _order(self, epoch: int) -> Tensor:
@@ -404,16 +404,16 @@ class TrainLoader(Loader):
 
     def _requests(self, start: Position) -> Iterator[Request]:
         """Yields the requests for the batches of this process, ahead of their use."""
-        epoch, order = -1, torch.arange(self.samples)
-        for position, _, shares in self._plan(start):
-            if self._shuffle and position.epoch != epoch:
-                epoch, order = position.epoch, self._order(position.epoch)
-            first = (position.batch - 1) * self.batch_size
+        ordered, order = -1, torch.arange(self.samples)
+        for epoch, batch, _, shares in self._plan(start):
+            if self._shuffle and epoch != ordered:
+                ordered, order = epoch, self._order(epoch)
+            first = batch * self.batch_size
             for share in shares:
                 # a replica without samples gets the batch's first sample
                 samples = share if share.stop > share.start else slice(0, 1)
                 indices = order[first + samples.start : first + samples.stop]
-                yield Request(indices, position.epoch, self._seed)
+                yield Request(indices, epoch, self._seed)
 
 
 def reads_here(readers: Collection[int] | None, world: World) -> bool:

@@ -45,6 +45,9 @@ class Phase(StrEnum):
     SAVE = "save"
 
 
+_IN_STEPS = frozenset((Phase.DATA, Phase.TRAIN, Phase.OPTIMIZER))
+
+
 class Work(NamedTuple):
     """Work of the training loop: a phase, and its step, if any."""
 
@@ -108,7 +111,11 @@ class Activity:
 
     def now(self, phase: Phase, step: int | None = None) -> None:
         """Records that work of `phase` begins, for a step."""
-        self.set(Work(phase, step))
+        work = Work(phase, step)
+        if phase in _IN_STEPS and phase in self.entered:  # in every step
+            self.work = work
+        else:
+            self.set(work)
 
     def set(self, work: Work | None) -> None:
         """Records `work` as the current work of this process."""
@@ -135,13 +142,15 @@ class Activity:
         self.entered.pop(phase, None)
         self.evaluations = 0
 
-    def step(self, trains: bool) -> AbstractContextManager[None]:
-        """Sets a phase while a pipeline runs, unless a `Trainer` or evaluation has set one.
+    def step(self, trains: bool) -> AbstractContextManager[None] | None:
+        """Returns a context that sets a phase while a pipeline runs; None if one is set.
 
-        The watchdog then expects progress within a step of any script, but not between steps.
+        A `Trainer` or an evaluation sets one. The watchdog expects progress within a step of any
+        script, but not between steps.
         """
-        if self.work is not None and not self.is_in(Phase.SETUP):
-            return _NOTED
+        work = self.work
+        if work is not None and work.phase is not Phase.SETUP:
+            return None
         return self.during(Phase.TRAIN if trains else Phase.EVALUATE, self.steps + 1)
 
     def waiting(self) -> AbstractContextManager[None]:

@@ -114,7 +114,7 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
             previous[number] = signal.signal(number, stop)
     counted = [number for number in (signal.SIGINT, signal.SIGTERM) if number in previous]
     try:
-        with second_signal_ends(counted):
+        with second_signal_ends(counted) or nullcontext():
             yield
     finally:
         _restore(previous)
@@ -161,20 +161,19 @@ def is_second(number: int, first: float | None, now: float) -> bool:
     return not passed_on or now - first >= _PASSED_ON_S
 
 
-_NOTHING = nullcontext()
+def second_signal_ends(
+    numbers: Collection[int] | None = None,
+) -> AbstractContextManager[None] | None:
+    """Returns a block that a second signal ends, with the process, if it does not end in seconds.
 
-
-def second_signal_ends(numbers: Collection[int] | None = None) -> AbstractContextManager[None]:
-    """Ends the process if the block has not ended some seconds after a second signal.
-
-    Works only in the main thread, for the outermost of nested blocks.
+    None outside of the main thread, and inside of such a block.
 
     Args:
         numbers: the signals that count; None for Ctrl-C if it has Python's default handler, since a
             script's own handler may wait for the end of the block.
     """
     if _block is not None or threading.current_thread() is not threading.main_thread():
-        return _NOTHING
+        return None
     return _second_signal_ends(numbers)
 
 

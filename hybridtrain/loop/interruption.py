@@ -151,7 +151,8 @@ class Interruptions:
 
     def begin_step(self) -> None:
         """Sends this process's requests to the others while the step computes."""
-        self._look_at_clock()
+        if self._stop_at is not None or self._save_at is not None:
+            self._look_at_clock()
         self._flags.begin()
 
     def end_step(self) -> frozenset[str]:

@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -38,7 +38,7 @@ from hybridtrain.errors import (
 )
 from hybridtrain.launch import Phase, activity
 from hybridtrain.loop.callbacks.base import Callback, CallbackStates
-from hybridtrain.loop.callbacks.tracker import Tracker, call_hook
+from hybridtrain.loop.callbacks.tracker import Tracker, call_hook, defines
 from hybridtrain.loop.checkpoints import BestCheckpoint, RunCheckpoints
 from hybridtrain.loop.checks import (
     batch_norms_watched,
@@ -66,8 +66,6 @@ _log = logging.getLogger(__name__)
 
 # How long an interrupted run waits for the other processes before it exits.
 _WAIT_FOR_OTHERS_S = 10.0
-
-_NOTHING = nullcontext()
 
 
 class Trainer:
@@ -148,7 +146,7 @@ class Trainer:
             loss_scale=self.options.loss_scale,
             clip_norm=self.options.clip_norm,
             max_skipped=self.options.max_skipped,
-            on_gradients=lambda: self._tell("on_gradients"),
+            on_gradients=lambda: self._tell_in_step("on_gradients"),
         )
         self._finite = self._step.finite
         self.loss_fn = self._chosen_loss(loss_fn)
@@ -170,6 +168,8 @@ class Trainer:
             (each for each in callbacks if self.world.is_main or not each.main_only),
             key=lambda each: (isinstance(each, Tracker), each.main_only),
         )
+        # the callbacks that define these hooks, found at the beginning of a run
+        self._in_step: dict[str, list[Callback]] = {"on_gradients": [], "on_step": []}
         self.texts: Mapping[str, str] = {}
         self.logging = False
         if callback_states := CallbackStates(self, self.callbacks):
@@ -237,6 +237,8 @@ class Trainer:
                 finishing_saves(self.store, self.world),
             ):
                 self._tell("on_start")
+                for hook, defining in self._in_step.items():
+                    defining[:] = [each for each in self.callbacks if defines(each, hook)]
                 self.model.zero_grad()  # left by an earlier fit that ended inside a step
                 self.optimizer.zero_grad()
                 self._try_evaluation()
@@ -302,6 +304,11 @@ class Trainer:
         for callback in self.callbacks:
             call_hook(callback, hook, self, *args)
 
+    def _tell_in_step(self, hook: str, *args: object) -> None:
+        """Calls a hook of every step, of the callbacks that define it."""
+        for callback in self._in_step[hook]:
+            call_hook(callback, hook, self, *args)
+
     @contextmanager
     def _closing(self, stream: Generator[Batch, None, None]) -> Iterator[None]:
         """Closes a run's resources; after an interruption, waits for the other processes.
@@ -331,19 +338,26 @@ class Trainer:
     def _train(self, stream: Iterator[Batch]) -> None:
         # missed because of an interruption or an error
         self._save_and_evaluate_if_due(first=True)
-        watched: AbstractContextManager[None] = _NOTHING
+        watched: AbstractContextManager[None] | None = None
         if self._reaches_last_batch():
             watched = batch_norms_watched(self.model, self.train)
-        while not self._ended:
+        log_every, timeline_every = self.options.log_every, self.options.timeline_every
+        ended = self._ended
+        while not ended:
             self._interruptions.begin_step()
             number = self._step.number + 1
-            log_due = self.logging = self._is_due(self.options.log_every, number)
-            timeline_due = self._is_due(self.options.timeline_every, number)
+            is_last = number == self.total_steps
+            log_due = self.logging = is_last or (log_every is not None and not number % log_every)
+            timeline_due = is_last or (timeline_every is not None and not number % timeline_every)
             # read before the schedule changes them
             rates = learning_rates(self.optimizer) if log_due else {}
-            with watched:
+            if watched is None:
                 norm = self._take_step(stream, timeline=log_due or timeline_due)
-            watched, self._between_steps = _NOTHING, True
+            else:
+                with watched:
+                    norm = self._take_step(stream, timeline=log_due or timeline_due)
+                watched = None
+            self._between_steps = True
             if log_due:
                 self._log(rates, norm)
             if timeline_due and self._stats.recorded:
@@ -352,9 +366,12 @@ class Trainer:
             wanted = self._interruptions.end_step()
             if "stop" in wanted:
                 self._stop()
-            if self._ended:
+            ended = self._ended
+            if ended:
                 self._finite.check_not_all_empty(self.step)
-            self._save_and_evaluate_if_due(save="save" in wanted)
+            if ended or wanted or self._may_save_or_evaluate:
+                self._save_and_evaluate_if_due(save="save" in wanted)
+                ended = self._ended  # an evaluation may end the run
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the model with its current weights, or with their average; see `evaluate`."""
@@ -628,7 +645,8 @@ class Trainer:
             self._stats.begin_step(timeline)
             activity.now(Phase.DATA, number + 1)
             batches = next_step(stream, self.options.accumulate)
-            self._stats.end_phase("data")
+            if timeline:
+                self._stats.end_phase("data")
             activity.now(Phase.TRAIN, number + 1)
             self._between_steps = False
             self._step.begin(batches, self.loss_fn)
@@ -638,19 +656,26 @@ class Trainer:
                     f"training_step returned {len(results)} results for {len(batches)} batches: "
                     "return the result of train_step for each batch"
                 )
-            self._stats.record(results)
-            self._stats.end_phase("pipeline")
+            if timeline:
+                self._stats.record(results)
+                self._stats.end_phase("pipeline")
             norm = self._step.finish(results)
-            self._stats.end_phase("optimizer")
+            if timeline:
+                self._stats.end_phase("optimizer")
         except BaseException:
             if self.step == number:  # a checkpoint, or another fit, continues with this step
                 self.train.position = start
             raise
-        samples = sum([batch.total for batch in batches])
+        samples = tokens = 0
+        for batch in batches:
+            samples += batch.total
+            tokens += batch.tokens
         self.samples += samples
-        self.throughput.tick(samples, sum([batch.tokens for batch in batches]))
-        self._tell("on_step", samples)
-        self._stats.end_phase("host")
+        self.throughput.tick(samples, tokens)
+        if self._in_step["on_step"]:
+            self._tell_in_step("on_step", samples)
+        if timeline:
+            self._stats.end_phase("host")
         return norm
 
     def _log(self, rates: dict[str, float], norm: torch.Tensor) -> None:
@@ -674,6 +699,16 @@ class Trainer:
             values["train/loss_scale"] = self.scaler.get_scale()
         values |= self._stats.read(self.optimizer)
         self._tell("on_log", values)
+
+    @property
+    def _may_save_or_evaluate(self) -> bool:
+        """Whether something may be due after the last step besides a request and the end."""
+        options, step = self.options, self._step.number
+        for every in (options.checkpoint_every_steps, options.eval_every):
+            if every is not None and not step % every:
+                return True
+        epochs = options.checkpoint_every_epochs or options.eval_every_epochs
+        return bool(epochs) and self.batch == 0
 
     def _save_and_evaluate_if_due(self, save: bool = False, first: bool = False) -> None:
         """Saves before evaluating, so that a failing evaluation does not lose the step.

@@ -90,7 +90,7 @@ class CountedLoss:
         function = function.func if isinstance(function, functools.partial) else function
         return str(getattr(function, "__name__", type(function).__name__))
 
-    @property
+    @functools.cached_property
     def counts_samples(self) -> bool:
         """True for a loss without a count, which is a mean over samples."""
         return self.count is count_samples
@@ -244,6 +244,8 @@ class TargetCount:
         if smallest is not None and smallest >= 0:
             # all targets count: one pass over the batch instead of one per micro-batch
             targets_per_sample = targets.numel() // targets.shape[0]
+            if targets_per_sample == 1:
+                return list(sizes)
             return [size * targets_per_sample for size in sizes]
         return [self(None, part) for part in split(targets, sizes)]
 

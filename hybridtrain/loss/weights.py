@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import chain
+from functools import cache
+from itertools import chain, repeat
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,8 @@ from hybridtrain._base.shares import Shares
 from hybridtrain.errors import BatchError
 from hybridtrain.loss.counted import CountedLoss
 from hybridtrain.world import World
+
+_NUMBERS = frozenset((int, float))
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,22 @@ class MicrobatchCounts:
         if not self.is_single_microbatch:
             loss.refuse_ignored(*batch)
         self._is_sum = loss.is_sum
-        self._counts = copied_to_host(loss.counts(*batch, sizes))
+        counts: Any = loss.counts(*batch, sizes)
+        if _NUMBERS.issuperset(map(type, counts)):
+            self._set(_checked(counts))
+        else:
+            self._pending = copied_to_host(counts)
+
+    def _set(self, counts: Sequence[float]) -> None:
+        self.count = sum(counts)
+        self.counted = self.count if self.in_step else 0
+        self.weights = [1] * self.microbatches if self._is_sum else counts
 
     def __getattr__(self, name: str) -> Any:
         # all at once, and on first use: the copy of the counts from a GPU may take until then
         if name not in ("weights", "count", "counted"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        counts = self._counts()
-        self.count = sum(counts)
-        self.counted = self.count if self.in_step else 0
-        self.weights = [1] * self.microbatches if self._is_sum else counts
+        self._set(self._pending())
         return vars(self)[name]
 
     def mean(self, values: Sequence[Tensor]) -> Tensor:
@@ -170,7 +178,9 @@ class StepScale:
     def total(self) -> float:
         """The count of the step over all batches and replicas; the first use waits for the sum."""
         if self._total is None:
-            if self._counts is None:
+            if len(self._shares) == 1 and self._counts is None:
+                self._total = self._shares[0].counted
+            elif self._counts is None:
                 self._total = sum([share.counted for share in self._shares])
             else:
                 if self._work is not None:
@@ -186,6 +196,8 @@ class StepScale:
             numerator = self._weight
         if not (share.count and denominator):
             return [0.0] * share.microbatches
+        if len(share.weights) == 1:
+            return [share.weights[0] * numerator / denominator]
         # rounded once, as in loss * part / total
         return [part * numerator / denominator for part in share.weights]
 
@@ -204,18 +216,26 @@ class BatchWeight:
 
     def __init__(self, shares: Sequence[MicrobatchCounts], scale: StepScale) -> None:
         self._shares, self._scale = shares, scale
-        self.microbatches = sum([share.microbatches for share in shares])
+        self._grad_scales: Sequence[float] | None = None
+        if len(shares) == 1:
+            self.microbatches = shares[0].microbatches
+        else:
+            self.microbatches = sum([share.microbatches for share in shares])
         self.is_single_microbatch = shares[0].is_single_microbatch
 
-    @cached_property
+    @property
     def weights(self) -> Sequence[float]:
         """The weight of each micro-batch's loss value in the sum of its share."""
+        if len(self._shares) == 1:
+            return self._shares[0].weights
         return [weight for share in self._shares for weight in share.weights]
 
-    @cached_property
+    @property
     def grad_scales(self) -> Sequence[float]:
         """The gradient of the step's loss with respect to each micro-batch's loss value."""
-        return [*chain.from_iterable(map(self._scale.of, self._shares))]
+        if self._grad_scales is None:
+            self._grad_scales = [*chain.from_iterable(map(self._scale.of, self._shares))]
+        return self._grad_scales
 
     @property
     def count(self) -> float:
@@ -225,6 +245,8 @@ class BatchWeight:
     @property
     def counted(self) -> float:
         """The count of the batch in the step: 0 for a padding batch."""
+        if len(self._shares) == 1:
+            return self._shares[0].counted
         return sum([share.counted for share in self._shares])
 
     def share_losses(self, values: Sequence[Tensor]) -> list[ShareLoss]:
@@ -289,7 +311,7 @@ class StepWeights(list[BatchWeight]):
             counts.append(of_batch)
         known_total = total if loss.counts_samples else None
         self._scale = StepScale([*chain.from_iterable(counts)], world, known_total, weight)
-        super().__init__([BatchWeight(of_batch, self._scale) for of_batch in counts])
+        super().__init__(map(BatchWeight, counts, repeat(self._scale)))
 
     @property
     def total(self) -> float:

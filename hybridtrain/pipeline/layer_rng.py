@@ -130,7 +130,10 @@ class LayerRNG:
             self._drawing.add(layer)
 
     def drawing_in(self, microbatch: int) -> _ForwardDraws | _NotSeeded:
-        """Returns a context for a whole forward, which names each layer with `at`."""
+        """Returns a context for a whole forward, which names each layer with `at`.
+
+        It begins in the first stage of this thread.
+        """
         return _ForwardDraws(self, microbatch) if self.active else _NOT_SEEDED
 
     def drawing_in_part(self, microbatch: int) -> _ForwardDraws | _NotSeeded:
@@ -148,17 +151,13 @@ class LayerRNG:
         """Returns a context in which a layer repeats the draws that it made from `position` on."""
         if position is None:
             return _NOT_SEEDED
-        draws = _DrawsAgain(self, microbatch)
+        draws = _ForwardDraws(self, microbatch)
         draws.resume(position)
         return draws
 
     def seed_of_unit(self, unit: int, microbatch: int, *number: int) -> int:
         """Returns the seed of the random operation with index `number` in a unit."""
         return self._seed_of(self.step, unit, microbatch, *number)
-
-    def unit_of(self, layer: int) -> int:
-        """Returns the unit of `layer`."""
-        return self._units[layer]
 
     def _seed_of(self, step: int, unit: int, microbatch: int, *number: int) -> int:
         """Returns the seed of a random operation of a unit, by the place of the micro-batch."""
@@ -214,13 +213,13 @@ default_generator_lock = threading.Lock()
 class _NotSeeded:
     """The context of an evaluation: random operations draw as usual."""
 
+    seeds_device = True  # so that the places of layers are not noted
     position = None
     counts = None
-
-    def at(self, layer: int) -> None:
-        """See `_ForwardDraws`."""
-
     operations = 0
+
+    def at(self, layer: int, unit: int) -> None:
+        """See `_ForwardDraws`."""
 
     def go_on(self, counts: Any) -> None:
         """See `_ForwardDraws`."""
@@ -322,14 +321,20 @@ class _ForwardDraws(_SeededDraws):
     Args:
         rng: counts them.
         microbatch: the index of the micro-batch.
+
+    Attributes:
+        layer: the layer that runs, or has run last: a draw reads where it is.
+        unit: its unit.
+        seeds_device: whether the generator of the device is seeded. Then `at` must be called; if
+            not, setting `layer` and `unit` does the same, in less time.
     """
 
     def __init__(self, rng: LayerRNG, microbatch: int) -> None:
         super().__init__()
         self._rng = rng
         self._microbatch = microbatch
-        self._layer = self._unit = -1
-        self._operations = 0
+        self.layer = self.unit = 0  # code before the first layer belongs to it
+        self.seeds_device = False
         self._counts: dict[int, int] = {}  # of the draws of each unit so far
         self._offsets: dict[int, int] = {}  # of the device's generator, after each unit so far
         # only where no other thread draws: one that takes no generator changes this state meanwhile
@@ -354,24 +359,23 @@ class _ForwardDraws(_SeededDraws):
             )
         return super().draw(operation, args, kwargs)
 
-    def at(self, layer: int) -> None:
-        """Records that `layer` runs next; in a unit that goes on, the count goes on."""
-        self._layer = layer
-        self.at_unit(self._rng.unit_of(layer))
+    def at(self, layer: int, unit: int) -> None:
+        """Records that `layer`, a piece of `unit`, runs next."""
+        self.layer = layer
+        self.at_unit(unit)
 
     def at_unit(self, unit: int) -> None:
-        """Records that code of `unit` runs next."""
-        if unit == self._unit:
-            return
-        self._counts[self._unit] = self._operations
-        self._note_unseen()
-        self._unit, self._operations = unit, self._counts.get(unit, 0)
-        self._seed_own()
+        """Records that code of `unit` runs next; in a unit that goes on, the count goes on."""
+        if unit != self.unit:
+            self._note_unseen()
+            self.unit = unit
+            self._seed_own()
 
     def enter_stage(self) -> None:
         """Seeds the generator of this thread's device, if no other thread draws from it."""
         if self._rng.own_generator is not None:
             self._own = self._rng.own_generator()
+            self.seeds_device = self._own is not None
             if self._own is not None:
                 self._found = self._own.initial_seed(), self._own.get_offset()
                 self._seed_own()
@@ -383,63 +387,71 @@ class _ForwardDraws(_SeededDraws):
             seed, offset = self._found
             self._own.manual_seed(seed)
             self._own.set_offset(offset)
-            self._own = None
+            self._own, self.seeds_device = None, False
+
+    def __enter__(self) -> _ForwardDraws:
+        if self._rng.own_generator is not None:
+            self.enter_stage()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self.leave_stage()
+        if self._own is not None:
+            self.leave_stage()
 
     def _seed_own(self) -> None:
         if self._own is not None:
             # no operation has the number -1
-            self._own.manual_seed(self._rng.seed_of_unit(self._unit, self._microbatch, -1))
-            self._own.set_offset(self._offsets.get(self._unit, 0))
+            self._own.manual_seed(self._rng.seed_of_unit(self.unit, self._microbatch, -1))
+            self._own.set_offset(self._offsets.get(self.unit, 0))
 
     def _note_unseen(self) -> None:
         if self._own is not None:
             offset = self._own.get_offset()
-            if offset != self._offsets.get(self._unit, 0):
-                self._offsets[self._unit] = offset
+            if offset != self._offsets.get(self.unit, 0):
+                self._offsets[self.unit] = offset
                 self._note_operations()
 
     def _next_seed(self) -> int:
-        number = self._operations
-        self._operations += 1
+        number = self.operations
+        self.skip(1)
         self._note_operations()
-        return self._rng.seed_of_unit(self._unit, self._microbatch, number)
+        return self._rng.seed_of_unit(self.unit, self._microbatch, number)
 
     def _note_operations(self) -> None:
-        self._rng.note_draw(self._layer, self._unit, self._microbatch, self._operations)
+        self._rng.note_draw(self.layer, self.unit, self._microbatch, self.operations)
 
     @property
     def position(self) -> DrawPosition:
         """The place of the next draw."""
         offset = 0 if self._own is None else self._own.get_offset()
-        return DrawPosition(self._layer, self._unit, self._operations, offset)
+        return DrawPosition(self.layer, self.unit, self.operations, offset)
 
     @property
-    def counts(self) -> tuple[int, int, int, Mapping[int, int]]:
+    def counts(self) -> tuple[int, int, Mapping[int, int]]:
         """The layer, the unit, and how often each unit has drawn, for `go_on`."""
-        return self._layer, self._unit, self._operations, dict(self._counts)
+        return self.layer, self.unit, dict(self._counts)
 
     @property
     def operations(self) -> int:
         """How often the unit has drawn."""
-        return self._operations
+        return self._counts.get(self.unit, 0)
 
     def skip(self, operations: int) -> None:
-        """Counts draws that have not been made."""
-        self._operations += operations
+        """Counts draws of the unit; those on fake tensors are not made here."""
+        self._counts[self.unit] = self.operations + operations
 
-    def go_on(self, counts: tuple[int, int, int, Mapping[int, int]]) -> None:
+    def go_on(self, counts: tuple[int, int, Mapping[int, int]]) -> None:
         """Goes on where another process has left this forward."""
-        self._layer, self._unit, self._operations, before = counts
+        self.layer, self.unit, before = counts
         self._counts = dict(before)
 
     def resume(self, position: DrawPosition) -> None:
         """Goes on from `position`, in the device of this thread once the context is entered."""
-        self._layer, self._unit, self._operations, offset = position
-        self._offsets[self._unit] = offset
+        self.layer, self.unit, operations, offset = position
+        self._counts[self.unit] = operations
+        self._offsets[self.unit] = offset
 
 
 class _DrawsOfParts(_ForwardDraws):
@@ -450,17 +462,8 @@ class _DrawsOfParts(_ForwardDraws):
         if not is_traced(args):
             return super().draw(operation, args, kwargs)
         if kwargs.get("generator") is None and not is_off(operation, args, kwargs):
-            self._operations += 1
+            self.skip(1)
         return operation(*args, **kwargs)
-
-
-class _DrawsAgain(_ForwardDraws):
-    """The draws of a layer that is recomputed."""
-
-    def __enter__(self) -> _DrawsAgain:
-        self.enter_stage()
-        super().__enter__()
-        return self
 
 
 class ReplayedDraws(_SeededDraws):

@@ -7,7 +7,7 @@ This check runs before each step, so it must be fast: it compares objects by ide
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -20,7 +20,7 @@ from hybridtrain.errors import ConfigError, phrase
 
 _requires_grad = attrgetter("requires_grad")
 _training = attrgetter("training")
-_HOOKS = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
+_hooks, _pre_hooks = attrgetter("_forward_hooks"), attrgetter("_forward_pre_hooks")
 _Place = tuple[str, str]  # the names of a module and of its parameter or submodule
 
 
@@ -77,8 +77,8 @@ class ModelWatch:
         """What decides, besides inputs, which code runs: modes, numbers of hooks, and which
         parameters required a gradient at the last look."""
         modules = self._modules
-        hooks = (tuple(map(len, map(of, modules))) for of in _HOOKS)
-        return tuple(map(_training, modules)), *hooks, self._flags
+        hooks = tuple(map(len, map(_hooks, modules))), tuple(map(len, map(_pre_hooks, modules)))
+        return tuple(map(_training, modules)), hooks, self._flags
 
     def look(self) -> None:
         """Stores the present state of the model for later comparisons."""
@@ -115,7 +115,8 @@ class ModelWatch:
 
     def has_same_objects(self) -> bool:
         """Returns whether modules and parameters are the same objects as at the last look."""
-        return _identical(self.objects, list(chain.from_iterable(self._values)))
+        now = list(chain.from_iterable(self._values))
+        return len(now) == len(self.objects) and all(map(is_, now, self.objects))
 
 
 def _has_memory(parameter: Tensor) -> bool:
@@ -124,10 +125,6 @@ def _has_memory(parameter: Tensor) -> bool:
         return not is_lazy(parameter) and parameter.data_ptr() >= 0
     except (RuntimeError, NotImplementedError):
         return False
-
-
-def _identical(some: Collection[Any], others: Collection[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _changed(what: str) -> ConfigError:

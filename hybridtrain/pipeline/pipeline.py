@@ -94,6 +94,7 @@ class Pipeline:
         groups: the process group of each stage; None with one replica.
         rng: seeds the random operations of the layers.
         furthest_ahead: run one action at a time, each stage as far ahead as the schedule allows.
+        output_device: the device of the last stage in this process.
         output_process: the index of the replica's process with the last stage.
         readers: the replica's processes that use the inputs or the targets of a batch: those with
             the first or the last stage.
@@ -157,12 +158,15 @@ class Pipeline:
         self.in_flight = plan.in_flight
         self._named: tuple[Sequence[Any], Mapping[str, nn.Parameter]] | None = None
         self._norms = DeferredBatchNormStats(net) if options.batch_norm == "deferred" else None
-        if len(world.owned_replicas) > 1:
+        self._has_replicas = len(world.owned_replicas) > 1
+        if self._has_replicas:
             for stage in self.stages:
                 stage.run_several_replicas(
                     [] if self._norms is None else self._norms.of(stage.module)
                 )
+        self._reducers = [stage.reducer for stage in self.stages if stage.reducer is not None]
         self.devices = {stage.device for stage in self.stages}
+        self.output_device = self.stages[-1].device
         # TorchScript parameters cannot be dropped, but do not belong to this process
         self._of_others = {id(p) for layer in layers for p in layer.module.parameters()}
         for stage in self.stages:
@@ -212,14 +216,14 @@ class Pipeline:
         # replicas
         goes_on = self._accumulates and any(p.grad is not None for p in self.parameters.values())
         if not goes_on:
-            for stage in self.stages:
-                stage.end_replicas()  # after an abandoned step
-            if self._options.broadcast_buffers:
+            if self._has_replicas:
+                for stage in self.stages:
+                    stage.end_replicas()  # after an abandoned step
+            if self._reducers and self._options.broadcast_buffers:
                 self.sync_buffers()
         self._accumulates = not reduce and self._world.fixed_replicas is not None
-        for stage in self.stages if reduce else ():
-            if stage.reducer is not None:
-                stage.reducer.begin_step()
+        for reducer in self._reducers if reduce else ():
+            reducer.begin_step()
         if self._is_first_step:
             self._check_offload(schedule)
             # a process with several logical replicas has the micro-batches of all
@@ -242,15 +246,16 @@ class Pipeline:
             self.furthest_ahead,
         )
         for stage in self.stages:
-            stage.begin_step(step.number, recomputed)
+            stage.runs.begin_step(step.number, recomputed)
         values = self._run(step, trains=True)
+        for reducer in self._reducers if reduce else ():
+            reducer.finish()
         for stage in self.stages:
-            if reduce and stage.reducer is not None:
-                stage.reducer.finish()
-            stage.check_step()
+            stage.runs.check_recomputations()
         for tie in self._ties:
             tie.accumulate_into_owner()
-        self._end_first_step()
+        if self._is_first_step:
+            self._end_first_step()
         return values
 
     def run_forwards(
@@ -287,10 +292,11 @@ class Pipeline:
             keeps_graphs=True,
         )
         for stage in self.stages:
-            stage.begin_step(step.number, recomputed)
+            stage.runs.begin_step(step.number, recomputed)
         number = self.rng.step
         values = self._run(step, trains=True)
-        self._end_first_step()
+        if self._is_first_step:
+            self._end_first_step()
         in_flight = [stage.take_graphs() for stage in self.stages]
         return values, HeldGraphs(backward_only(schedule), number, training, in_flight)
 
@@ -318,7 +324,7 @@ class Pipeline:
         finally:
             self.rng.step = latest
         for stage in stages:
-            stage.check_step()
+            stage.runs.check_recomputations()
 
     def _check_offload(self, schedule: Schedule) -> None:
         """Checks that the option `offload` has an effect in a full batch."""
@@ -330,12 +336,11 @@ class Pipeline:
             raise ConfigError(offloads_nothing(options, len(schedule.lanes), schedules))
 
     def _end_first_step(self) -> None:
-        if self._is_first_step:
-            self._is_first_step = False
-            self._watch.changed_by_forward()
-            log_offload(self)
-            if self._options.compile:
-                log_compiled(self)
+        self._is_first_step = False
+        self._watch.changed_by_forward()
+        log_offload(self)
+        if self._options.compile:
+            log_compiled(self)
 
     def frozen_or_freed(self) -> list[str]:
         """Returns the parameters frozen or unfrozen since the last step; see `ModelWatch`."""
@@ -354,8 +359,8 @@ class Pipeline:
         for stage in self.stages:
             for alias in stage.aliases:
                 alias.alias.requires_grad_(alias.parameter.requires_grad)
-            if stage.reducer is not None:
-                stage.reducer.build()
+        for reducer in self._reducers:
+            reducer.build()
         # a new engine, because different gradients change the message formats
         self._engine = self._new_engine()
         self._watch.look()
@@ -388,17 +393,20 @@ class Pipeline:
         for tie in self._ties:
             tie.refresh()
         self.rng.begin_step(step.training, step.places)
-        for stage in self.stages:
-            stage.begin_replicas(step.places)
-        with (
-            activity.step(step.schedule.trains),
-            second_signal_ends(),
-            _NOTHING if self._norms is None else self._norms.step(),
-        ):
+        if self._has_replicas:
+            for stage in self.stages:
+                stage.begin_replicas(step.places)
+        noted, signals = activity.step(step.schedule.trains), second_signal_ends()
+        norms = None if self._norms is None else self._norms.step()
+        contexts = noted or signals or norms
+        if contexts is None and step.places is None:  # most often in a `Trainer`
             values = self._engine.run(step)
-            if step.places is not None and not self._accumulates:
-                for stage in self.stages:
-                    stage.end_replicas()
+        else:
+            with noted or _NOTHING, signals or _NOTHING, norms or _NOTHING:
+                values = self._engine.run(step)
+                if step.places is not None and not self._accumulates:
+                    for stage in self.stages:
+                        stage.end_replicas()
         if trains:
             self.rng.end_step()
         return values
@@ -505,11 +513,6 @@ class Pipeline:
         """True if several stages share a parameter of this process."""
         return bool(self._ties)
 
-    @property
-    def output_device(self) -> torch.device:
-        """The device of the last stage in this process."""
-        return self.stages[-1].device
-
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Returns the sum over the replicas of `values`, on every process.
 
@@ -520,9 +523,8 @@ class Pipeline:
 
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers to all replicas, as DDP does before each forward."""
-        for stage in self.stages:
-            if stage.reducer is not None:
-                stage.reducer.sync_buffers()
+        for reducer in self._reducers:
+            reducer.sync_buffers()
 
     def grad_norm(self) -> Tensor:
         """Returns the L2 norm of the gradients of all stages' parameters, a 0-dim tensor."""

@@ -120,6 +120,7 @@ class SettingsCheck:
 
     Attributes:
         has_loss: whether the loss has been compared.
+        is_done: whether steps need not look at the optimizers: the loop compares them.
     """
 
     _models = itertools.count()  # created in the same order on all ranks
@@ -128,7 +129,7 @@ class SettingsCheck:
         self._world = world
         self._number = next(self._models)
         self.has_loss = world.size == 1
-        self._is_told = world.size == 1 or world.watchdog is None
+        self.is_done = world.size == 1 or world.watchdog is None
         self._has_compared = False
         self._steps = self._updates = 0
         self._seen: list[Optimizer] = []
@@ -153,7 +154,7 @@ class SettingsCheck:
         Raises:
             ConfigError: see `check_optimizers`.
         """
-        if self._is_told:
+        if self.is_done:
             return
         before, self._steps = self._steps, self._steps + 1
         if before == 0:
@@ -187,7 +188,7 @@ class SettingsCheck:
         before, self._updates = self._updates, self._updates + 1
         if self._world.size == 1 or before & self._updates:
             return
-        self._is_told = True
+        self.is_done = True
         self._remove_hook()
         self._compare(self._world.gather, optimizers, stages, self._world.is_main)
 

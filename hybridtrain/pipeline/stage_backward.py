@@ -63,13 +63,15 @@ class StageBackward:
             reduce: whether it completes the stage's gradients, and averages them over the replicas.
             explain: see the class.
         """
-        self._begin_gradients(microbatch)
-        reducing = _NONE
-        if self.reducer is not None:
-            reducing = self._reducing([root for root, _ in starts], reduce)
         try:
-            with reducing, BackwardDraws():
-                run_from(starts)
+            if self.reducer is None:
+                with BackwardDraws():
+                    run_from(starts)
+            else:
+                self._begin_gradients(microbatch)
+                roots = [root for root, _ in starts]
+                with self._reducing(roots, reduce), BackwardDraws():
+                    run_from(starts)
         except RuntimeError as error:
             explain(error)
             raise

@@ -67,15 +67,20 @@ class StepKinds:
             trains: whether a backward follows.
             microbatches: the number of micro-batches of all shares; None: `inputs` are all.
         """
-        leaves, spec = tree_flatten(inputs)
         around = trains, microbatches or len(sizes), ThreadState.capture(), self._watch.facts
-        shapes = [
-            (v.shape, v.dtype, v.requires_grad) if isinstance(v, Tensor) else _fact_of(v)
-            for v in leaves
-        ]
-        exact = *shapes, spec, *around
+        exact: Hashable
+        if type(inputs) is Tensor:  # most often
+            exact = inputs.shape, inputs.dtype, inputs.requires_grad, around
+        else:
+            leaves, spec = tree_flatten(inputs)
+            shapes = [
+                (v.shape, v.dtype, v.requires_grad) if isinstance(v, Tensor) else _fact_of(v)
+                for v in leaves
+            ]
+            exact = *shapes, spec, around
         kind = self._of_shapes.get(exact)
         if kind is None:
+            leaves, spec = tree_flatten(inputs)
             count = min(len(sizes), self._stages + 1)
             facts = *(_facts(leaves, size) for size in sizes[:count]), spec, *around
             kind = self._kinds.setdefault(facts, StepKind())

@@ -317,7 +317,7 @@ def _mean(times: dict[int, float]) -> float:
 
 def window(spans: Spans) -> tuple[float, float]:
     """Returns the begin of the first and the end of the last action over all devices."""
-    return min(lane[0].start for lane in spans), max(lane[-1].end for lane in spans)
+    return min([lane[0].start for lane in spans]), max([lane[-1].end for lane in spans])
 
 
 def length(spans: Spans) -> float:

@@ -17,6 +17,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -62,6 +64,9 @@ def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
         )
 
 
+_groups, _parameters = attrgetter("param_groups"), itemgetter("params")
+
+
 class OptimizerCheck:
     """Checks optimizers against their model in the first step, and after every change of either."""
 
@@ -78,10 +83,11 @@ class OptimizerCheck:
         Raises:
             ConfigError: see `check_optimizers`.
         """
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        now = self._model.changes, *(len(group["params"]) for group in groups)
-        if groups and now != self._seen:
-            self._left_out = check_optimizers(self._model, groups)
+        groups = chain.from_iterable(map(_groups, optimizers))
+        now = self._model.changes, *map(len, map(_parameters, groups))
+        if now != self._seen and len(now) > 1:
+            groups = chain.from_iterable(map(_groups, optimizers))
+            self._left_out = check_optimizers(self._model, list(groups))
             self._seen = now
         for parameter in self._left_out:
             parameter.grad = None
@@ -131,6 +137,20 @@ _NO_BATCHES = (
     "loader.batches(): step.run([batch], loss_fn)`, or create each with hybridtrain.data.Batch("
     "inputs, targets, samples=len(inputs), total=len(inputs) * world.data_parallel_size)"
 )
+
+
+def _check_batches(batches: Any) -> None:
+    """Checks the batches of a step.
+
+    Raises:
+        BatchError: they are not a list of `Batch`.
+    """
+    is_one = not isinstance(batches, Sequence)
+    candidates = [batches] if is_one else batches
+    wrong = [batch for batch in candidates if not isinstance(batch, Batch)]
+    if is_one or wrong:
+        kind = type((wrong or candidates)[0]).__name__
+        raise BatchError(_NO_BATCHES.format("" if is_one else "a list with ", kind))
 
 
 class StepResult(NamedTuple):
@@ -210,6 +230,7 @@ class OptimizerStep:
         self._check = OptimizerCheck(model) if holds_all else None
         self.in_progress = StepInProgress(1, [], None, 0)
         self._undecided: StepInProgress | None = None  # a device has decided, the host not yet
+        self._is_compared = False  # the optimizers over the ranks
         self._all_take_found_inf: bool | None = None
 
     @property
@@ -269,19 +290,16 @@ class OptimizerStep:
 
     def begin(self, batches: Sequence[Batch], loss_fn: LossFn) -> StepInProgress:
         """Begins a step on `batches`, and returns it; all processes call it together."""
-        is_one = not isinstance(batches, Sequence)
-        candidates = [batches] if is_one else batches
-        wrong = [batch for batch in candidates if not isinstance(batch, Batch)]
-        if is_one or wrong:
-            kind = type((wrong or candidates)[0]).__name__
-            raise BatchError(_NO_BATCHES.format("" if is_one else "a list with ", kind))
-        pairs = [(batch.inputs, batch.targets) for batch in batches]
-        weights = self.model.step_weights(  # [1]
-            pairs,
-            loss_fn,
-            samples=[batch.samples for batch in batches],
-            total=sum([batch.total for batch in batches]),
-        )
+        if type(batches) is not list or set(map(type, batches)) != {Batch}:
+            _check_batches(batches)
+        pairs: list[tuple[Any, Any]] = []
+        samples: list[int] = []
+        total = 0
+        for batch in batches:
+            pairs.append((batch.inputs, batch.targets))
+            samples.append(batch.samples)
+            total += batch.total
+        weights = self.model.step_weights(pairs, loss_fn, samples=samples, total=total)  # [1]
         return self._begin(pairs, loss_fn, weights)
 
     def begin_microbatches(self, inputs: Sequence[Any]) -> None:
@@ -296,7 +314,8 @@ class OptimizerStep:
         by_microbatch: bool = False,
     ) -> StepInProgress:
         before = self.in_progress
-        self._update_scale()  # for a step that was unscaled, but neither taken nor ended
+        if before.is_unscaled:  # but neither taken nor ended
+            self._update_scale()
         self.losses.fold(1000, but=self._undecided.results if self._undecided else ())
         self.show_weights(training=True)
         # not if gradients are accumulated on top of a step that no optimizer has taken yet
@@ -328,13 +347,14 @@ class OptimizerStep:
         if weights is None or step.loss_fn is None or index >= len(weights):
             raise BatchError("call train_step() once for each batch passed to begin()")
         is_last = index + 1 == len(weights)
+        scaler = self.finite.scaler
         result = self.model.train_step(  # [2]
             inputs,
             targets,
             step.loss_fn,
             weight=weights[index],
             sync=is_last,
-            scale_loss=self.scaler.scale,
+            scale_loss=scaler.scale if scaler.is_enabled() else None,
             timeline=timeline,
         )
         step.is_trained = is_last
@@ -352,18 +372,21 @@ class OptimizerStep:
         """
         step = self.in_progress
         if step.norm is None:
-            self._compare_over_ranks()
+            if not self._is_compared:
+                self._compare_over_ranks()
             if self._check is not None:
                 self._check.drop_gradients_left_out(self.optimizers)  # [3]
-            if self.scaler.is_enabled():
+            scaler = self.finite.scaler
+            if scaler.is_enabled():
                 for optimizer in self.optimizers:
-                    self.model.unscale_(self.scaler, optimizer)
+                    self.model.unscale_(scaler, optimizer)
                 step.is_unscaled = True
             self._on_gradients()
-            step.norm = self.model.grad_norm()
+            step.norm = self.model.pipeline.grad_norm()
         return step.norm
 
     def _compare_over_ranks(self) -> None:
+        self._is_compared = True
         unsharded = [getattr(optimizer, "inner", optimizer) for optimizer in self.optimizers]
         self.model.compare_optimizers(
             [inner for optimizer in unsharded for inner in inner_optimizers(optimizer)]
@@ -385,24 +408,31 @@ class OptimizerStep:
         Raises:
             DivergedError: too many consecutive steps were skipped.
         """
-        taken = self.in_progress.taken
-        if taken and any(optimizer is other for other in taken):  # a second time, without `begin`
-            weights = self.in_progress.weights
+        step = self.in_progress
+        if step.taken and any(optimizer is other for other in step.taken):  # without `begin`
             self.in_progress = self._without_batches(self.number + 1)
-            self.in_progress.weights = weights
-        self.in_progress.taken.append(optimizer)
-        norm = self.norm()
-        with activity.during(Phase.OPTIMIZER, self.in_progress.number):
+            self.in_progress.weights = step.weights
+            step = self.in_progress
+        step.taken.append(optimizer)
+        norm = self.norm() if step.norm is None else step.norm
+        before = activity.work
+        activity.now(Phase.OPTIMIZER, step.number)
+        try:
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
-                take_step(optimizer, partial(self.scaler.step, optimizer))
+                scaler = self.finite.scaler
+                scales = scaler.is_enabled()
+                take_step(optimizer, partial(scaler.step, optimizer) if scales else optimizer.step)
+        finally:
+            activity.work = before
 
     def end(self) -> None:
         """Counts the step, once for several optimizers, and adapts the scale after the last one."""
-        if self.number < self.in_progress.number:
+        step = self.in_progress
+        if self.number < step.number:
             self.number += 1  # [5]
-        if len(self.in_progress.taken) >= len(self.optimizers):
+        if step.is_unscaled and len(step.taken) >= len(self.optimizers):
             self._update_scale()
 
     # --- the decision
@@ -411,8 +441,9 @@ class OptimizerStep:
         """Returns whether the optimizers may step; the first call in a step waits for a device."""
         step = self.in_progress
         if step.may_step is None:
-            self.await_device_verdict()
-            norm = self.norm()
+            if self._undecided is not None:
+                self.await_device_verdict()
+            norm = self.norm() if step.norm is None else step.norm
             if step.is_empty:
                 self.finite.skip_empty(step.number)
                 step.may_step = False
@@ -428,14 +459,17 @@ class OptimizerStep:
     def _decides_on_device(self) -> bool:
         """Returns whether the optimizers of this step can skip it on the device."""
         step = self.in_progress
-        if step.may_step is not None or step.norm is None or step.is_empty:
+        if self._all_take_found_inf is False or step.may_step is not None or step.norm is None:
             return False
-        if accelerator_of(step.norm.device) is None or self.scaler.is_enabled():
+        if step.is_empty or self.finite.scaler.is_enabled():
             return False
         if self._all_take_found_inf is None:
-            # the same in all processes, because they search for the origin together
-            supported = all(map(takes_found_inf, self.optimizers))
-            self._all_take_found_inf = all(self.model.world.gather(supported))
+            if accelerator_of(step.norm.device) is None:
+                self._all_take_found_inf = False
+            else:
+                # the same in all processes, because they search for the origin together
+                supported = all(map(takes_found_inf, self.optimizers))
+                self._all_take_found_inf = all(self.model.world.gather(supported))
         return self._all_take_found_inf
 
     def _take_on_device(self, optimizer: Any, norm: Tensor) -> None:
@@ -487,8 +521,10 @@ class OptimizerStep:
         starts with the values for training.
         """
         self._trains = training
+        switch = "train" if training else "eval"
         for optimizer in self.optimizers:
-            show_weights(optimizer, training)
+            if hasattr(optimizer, switch):
+                show_weights(optimizer, training)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:

@@ -256,7 +256,7 @@ class Unsplit:
             with autocast(self._cell.precision, targets.device.type):
                 for index, layer in enumerate(layers_of(self.net)):
                     with draws.drawing_in(microbatch) as own:
-                        own.at(index)
+                        own.at(index, index)
                         x = layer.module(x)
                 if self._case.loss_sum is not None:
                     loss = self._case.loss_sum(x, y)

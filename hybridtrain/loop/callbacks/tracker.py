@@ -134,6 +134,13 @@ def call_hook(callback: Callback, hook: str, *args: Any) -> None:
         )  # fmt: skip
 
 
+def defines(callback: Callback, hook: str) -> bool:
+    """Returns whether calling a hook of a callback does anything."""
+    defined = getattr(callback, hook)  # an instance may have its own
+    function = getattr(defined, "__func__", defined)
+    return function is not getattr(Callback, hook) and function is not getattr(Tracker, hook)
+
+
 def parts_of_account(values: Mapping[str, float]) -> dict[str, float]:
     """Returns the parts of the step's time breakdown among the values of `Tracker.on_log`."""
     return {

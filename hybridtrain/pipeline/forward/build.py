@@ -192,6 +192,7 @@ def forward_engine(
         {id(t): name for name, t in (*net.named_parameters(), *net.named_buffers())},
         containers_of(net, [layer.module for part in planned.stages for layer in part]),
         planned.recast,
+        bool(planned.head.names),
     )
     hold = options.find_unused_parameters and world.data_parallel_size > 1
     how = hold, options.compile, options.offload == "all"

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import cache, partial
 from queue import Empty, SimpleQueue
@@ -45,9 +45,10 @@ from hybridtrain._base.torch_private import (
 )
 from hybridtrain.errors import ConfigError, UserError, argument, setting
 from hybridtrain.graph import arguments_of
+from hybridtrain.head import lazily
 from hybridtrain.launch import activity, ends_at_once
 from hybridtrain.pipeline import transfer
-from hybridtrain.pipeline.engine import HeadOutput, Step
+from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.forward.glue import watch_autograd
 from hybridtrain.pipeline.forward.layers import LayerCall
 from hybridtrain.pipeline.forward.stage import ForwardStage
@@ -106,6 +107,9 @@ class ForwardEngine:
         self._hold_roots = hold_roots
         self._compiles = compiles
         self._gpus = {device for device in devices if accelerator_of(device) is not None}
+        self._by_index = {stage.index: stage for stage in stages}
+        self._offloads = {k: stage.offload for k, stage in self._by_index.items() if stage.offload}
+        self._is_cut = len(model.devices) > 1
         self._threads = 0
         self._inbox: SimpleQueue[_Task | None] = SimpleQueue()
         if len(stages) == 1 and stages[0].accelerator is not None:
@@ -159,7 +163,7 @@ class ForwardEngine:
         Not where layers are compiled: those that the self-check has seen run uncompiled, always,
         because a resumed run must compute what the uninterrupted one does.
         """
-        return is_compared(step.number) and not self._compiles
+        return self._is_cut and is_compared(step.number) and not self._compiles
 
     def _run_here(self, step: Step) -> list[Any]:
         """Runs a pipeline of one stage in the caller's thread."""
@@ -170,14 +174,14 @@ class ForwardEngine:
         try:
             with step.thread_state.applied():
                 for action in step.schedule.lanes[number]:
+                    kind, _, microbatch = action
                     doing.begin(action)
-                    if action.kind == "F":
-                        run.forward(action.microbatch)
-                    elif action.kind == "W":
+                    if kind == "F":
+                        run.forward(microbatch)
+                    elif kind == "W":
                         run.backward(action, ())
                     else:
-                        gradients = run.gradients_from_after(stage.index, action.microbatch)
-                        run.backward(action, gradients)
+                        run.backward(action, run.gradients_from_after(stage.index, microbatch))
             run.finish()
         except BaseException:
             leave_draws(draws)
@@ -277,15 +281,39 @@ class StepRun:
         self.failure: BaseException | None = None
         self.stopped = False
         self._engine = engine
-        self._stages = {stage.index: stage for stage in engine._stages}
+        self._stages = engine._by_index
+        self._first, self._last = engine._stages[0].index, engine._stages[-1].index
         self._model = engine._model
         self._modes = modes
         self._lane_of = schedule.lane_of
         self._is_alone = is_alone
+        self._makes_graphs = step.makes_graphs
+        self._is_profiled = is_profiled()
+        self._starts: dict[int, Mark] = {}
+        self._spans: dict[int, AbstractContextManager[object]] = {}  # in a profiler's trace
+        # where values are copied, an evaluation looks for them too
+        self._learns = (self._makes_graphs or self._model.moves) and engine._is_observed(step)
+        self._take = step.source
+        self._copies = self._new_copies() if engine._offloads else None
+        if self._copies is not None:
+            self._take = self._own_source
+        self._run_ahead: RunAhead | None = None
+        accelerator = self._stages[self._first].accelerator
+        if accelerator is not None:
+            self._take = Inputs(self._take, schedule.chunks, self._model.devices[0]).take
+            self._run_ahead = RunAhead(schedule, self._stages, accelerator)
+        saves = self._copies is not None and engine.moves_saved
+        self._has_contexts = saves or self._model.is_lazy or bool(step.thread_state.autocast_dtypes)
+        if is_alone:
+            self.activity = {self._lane_of[self._first]: activity.begin_step(1)[0]}
+        else:
+            self._begin_turns(serial)
+
+    def _begin_turns(self, serial: bool) -> None:
+        """Prepares what threads share, and puts down the tasks that begin micro-batches."""
+        step, schedule = self.step, self.step.schedule
         lanes = sorted({self._lane_of[stage] for stage in self._stages})
         self.activity = dict(zip(lanes, activity.begin_step(len(lanes)), strict=True))
-        self._turns: dict[int, Turns[_Task]] = {}
-        self._first, self._last = min(self._stages), max(self._stages)
         # where gradients come from the loss, or from another process
         self._tops = [k for k in sorted(self._stages, reverse=True) if k + 1 not in self._stages]
         self._under_way = 0  # trips in their forwards
@@ -294,31 +322,18 @@ class StepRun:
         self._lock = threading.Lock()
         self._left = 1  # tasks
         self._all_ended: SimpleQueue[None] = SimpleQueue()
-        if not self._is_alone:
-            self._kinds = kinds_of_backwards(schedule)
-            self._context = copy_context()
-            if len(lanes) > 1 and (serial or step.furthest_ahead):
-                order = schedule.furthest_ahead if step.furthest_ahead else schedule.in_one_order
-                self._turns = dict.fromkeys(lanes, Turns([action for _, action in order]))
-            else:
-                self._turns = {lane: Turns(schedule.lanes[lane]) for lane in lanes}
-            for action, begin in self._beginnings():
-                if self._turns[self._lane_of[action.stage]].has_come(action, begin):
-                    self.first = begin
         self._following: dict[int, _Task] = {}  # by the micro-batch that has just left a device
-        self._starts: dict[int, Mark] = {}
-        self._spans: dict[int, AbstractContextManager[object]] = {}  # in a profiler's trace
-        # where values are copied, an evaluation looks for them too
-        self._learns = (step.makes_graphs or self._model.moves) and engine._is_observed(step)
-        self._take = step.source
-        self._copies = self._new_copies()
-        if self._copies is not None:
-            self._take = self._own_source
-        self._run_ahead: RunAhead | None = None
-        accelerator = self._stages[self._first].accelerator
-        if accelerator is not None:
-            self._take = Inputs(self._take, schedule.chunks, self._model.devices[0]).take
-            self._run_ahead = RunAhead(schedule, self._stages, accelerator)
+        self._kinds = kinds_of_backwards(schedule)
+        self._context = copy_context()
+        self._turns: dict[int, Turns[_Task]]
+        if len(lanes) > 1 and (serial or step.furthest_ahead):
+            order = schedule.furthest_ahead if step.furthest_ahead else schedule.in_one_order
+            self._turns = dict.fromkeys(lanes, Turns([action for _, action in order]))
+        else:
+            self._turns = {lane: Turns(schedule.lanes[lane]) for lane in lanes}
+        for action, begin in self._beginnings():
+            if self._turns[self._lane_of[action.stage]].has_come(action, begin):
+                self.first = begin
 
     def _new_copies(self) -> StepCopies | None:
         """Returns the copies of activations to the host and back, if there are any.
@@ -326,10 +341,10 @@ class StepRun:
         Raises:
             ConfigError: the caller's hooks decide where saved tensors are.
         """
-        offloads = {k: stage.offload for k, stage in self._stages.items() if stage.offload}
-        if not offloads or not (self.step.makes_graphs or self.step.schedule.made_before):
+        offloads = self._engine._offloads
+        if not (self._makes_graphs or self.step.schedule.made_before):
             return None
-        if self.step.makes_graphs and (self._modes.saved or saved_hooks() is not None):
+        if self._makes_graphs and (self._modes.saved or saved_hooks() is not None):
             raise ConfigError(
                 "hooks on saved tensors around the step (torch.autograd.graph.saved_tensors_hooks) "
                 f"decide where activations wait, so {argument('offload')} would move nothing: "
@@ -457,34 +472,14 @@ class StepRun:
         Returns:
             what runs next on the device of the last stage.
         """
-        step, trains = self.step, self.step.makes_graphs
         trip = self._new_trip(microbatch)
-        per_stage: list[Any] = []
-
-        def head(output: Any) -> HeadOutput:
-            result = step.head(microbatch, output)
-            with without_torch_function():
-                is_trainable = result.root is not None and result.root.requires_grad
-            if trains and not is_trainable:
-                raise UserError(
-                    "the loss depends on no trainable parameter, so there is nothing to train"
-                )
-            return result
-
-        def hold() -> None:
-            whole = [stage.runs.recomputes(microbatch) for stage in self._stages.values()]
-            per_stage.extend(trip.in_flight(whole))
-            for stage, in_flight in zip(self._stages.values(), per_stage, strict=True):
-                stage.hold(microbatch, in_flight)
-
-        saves = self._copies is not None and self._engine.moves_saved
         try:
-            with skip_scope({}), saving() if saves else _NONE:
+            with skip_scope({}):
                 self.values[microbatch] = trip.run(
                     partial(self._arguments, microbatch),
-                    head,
-                    step.thread_state.autocast(),
-                    hold if trains else None,
+                    partial(self.step.head, microbatch),
+                    self._contexts() if self._has_contexts else _NONE,
+                    self._hold if self._makes_graphs else None,
                 )
         except Exception as error:
             stage = self._stages.get(trip.stage, f"stage {trip.stage}")
@@ -493,9 +488,36 @@ class StepRun:
         finally:
             if self._copies is not None:
                 stop_saving()
-            if span := self._spans.pop(microbatch, None):  # of a failed forward
+            if self._spans and (span := self._spans.pop(microbatch, None)):  # of a failed forward
                 span.__exit__(None, None, None)
-        return self._following.pop(microbatch, None)
+        return None if self._is_alone else self._following.pop(microbatch, None)
+
+    @contextmanager
+    def _contexts(self) -> Iterator[None]:
+        """Surrounds a forward and its head."""
+        saves = self._copies is not None and self._engine.moves_saved
+        with (
+            saving() if saves else _NONE,
+            self.step.thread_state.autocast(),
+            lazily() if self._model.is_lazy else _NONE,
+        ):
+            yield
+
+    def _hold(self, trip: Trip) -> None:
+        """Gives the stages what they need for the backwards of a micro-batch.
+
+        Raises:
+            UserError: there is nothing to train.
+        """
+        with without_torch_function():
+            if not trip.is_trainable:
+                raise UserError(
+                    "the loss depends on no trainable parameter, so there is nothing to train"
+                )
+        stages = self._stages.values()
+        whole = [stage.runs.recomputes(trip.microbatch) for stage in stages]
+        for stage, in_flight in zip(stages, trip.in_flight(whole), strict=True):
+            stage.hold(trip.microbatch, in_flight)
 
     def _new_trip(self, microbatch: int) -> Trip:
         return Trip(
@@ -504,7 +526,7 @@ class StepRun:
             self._engine._rng.drawing_in(microbatch),
             self._enter,
             self._leave,
-            self.step.makes_graphs,
+            self._makes_graphs,
             self._engine._hold_roots,
             self._learns,
         )
@@ -516,9 +538,8 @@ class StepRun:
         return arguments_of(self._model.net, inputs)
 
     def _enter(self, stage: int, microbatch: int) -> None:
-        action = Action("F", stage, microbatch)
-        lane = self._lane_of[stage]
         if not self._is_alone:
+            action, lane = Action("F", stage, microbatch), self._lane_of[stage]
             self._turns[lane].wait(action)
             self.activity[lane].begin(action)
             if self._run_ahead is not None:
@@ -529,21 +550,22 @@ class StepRun:
         part = self._stages[stage]
         if part.accelerator is not None:
             part.accelerator.set_device(part.device)
-        self._take_message(action)
+        self._take_message(stage, microbatch)
         if self._copies is not None:
-            self._copies.before(action)
-        part.enter(microbatch)
-        if is_profiled():
-            self._spans[microbatch] = span = profiled(action)
+            self._copies.before(Action("F", stage, microbatch))
+        if part.replica_states is not None:
+            part.enter(microbatch)
+        if self._is_profiled:
+            self._spans[microbatch] = span = profiled(Action("F", stage, microbatch))
             span.__enter__()
-        if self.step.timeline:
+        if self.step.timeline is not None:
             self._starts[microbatch] = mark(part.device)
 
     def _leave(self, stage: int, microbatch: int) -> None:
         lane = self._lane_of[stage]
-        if span := self._spans.pop(microbatch, None):
+        if self._spans and (span := self._spans.pop(microbatch, None)):
             span.__exit__(None, None, None)
-        if self.step.timeline:
+        if self.step.timeline is not None:
             start, device = self._starts[microbatch], self._stages[stage].device
             self.step.timeline.record(lane, Action("F", stage, microbatch), start, mark(device))
         if self._copies is not None:
@@ -561,7 +583,7 @@ class StepRun:
             else:  # this thread goes on to the next stage
                 self._hand_out(following)
 
-    def _take_message(self, action: Action) -> None:
+    def _take_message(self, stage: int, microbatch: int) -> None:
         """Takes what other processes send to a forward."""
 
     def _send_message(self, stage: int, microbatch: int) -> None:
@@ -592,21 +614,25 @@ class StepRun:
             gradients = transfer.receive(gradients, stage.device)
         # the last micro-batch of a stage comes last, see `schedule.validate`
         reduce = step.reduce and microbatch + 1 == step.schedule.chunks
-        start = mark(stage.device) if step.timeline else 0.0
-        noting: Any = _NONE
-        if reduce and step.timeline and stage.reducer is not None:
+        start = 0.0 if step.timeline is None else mark(stage.device)
+        noting: Any = None
+        if reduce and step.timeline is not None and stage.reducer is not None:
             noting = stage.reducer.noting_computed(stage.device)
-        sent: Any = ()
+        if kind == "W":
+            run: Callable[[], Any] = partial(stage.backward_to_weights, microbatch, reduce)
+        else:
+            run = partial(stage.backward, kind, microbatch, gradients, reduce)
+        computed = None
         try:
-            with profiled(action), noting as computed:
-                if kind == "W":
-                    stage.backward_to_weights(microbatch, reduce)
-                else:
-                    sent = stage.backward(kind, microbatch, gradients, reduce)
+            if noting is None and not self._is_profiled:
+                sent = run()
+            else:
+                with profiled(action), noting or _NONE as computed:
+                    sent = run()
         except Exception as error:
             error.add_note(f"in the {WORDS[kind]} of micro-batch {microbatch} on {stage!r}")
             raise
-        if step.timeline:
+        if step.timeline is not None:
             end = mark(stage.device)
             step.timeline.record(lane, action, start, end, computed[-1] if computed else None)
         if self._copies is not None:
@@ -654,8 +680,9 @@ class StepRun:
             if not self.stopped:
                 self.failure = error
             self.stopped = True
-        for turns in self._turns.values():
-            turns.stop()
+        if not self._is_alone:
+            for turns in self._turns.values():
+                turns.stop()
 
 
 ForwardEngine.run_type = StepRun

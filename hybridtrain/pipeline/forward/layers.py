@@ -25,7 +25,7 @@ from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
 from hybridtrain._base.torch_private import (
     compile_module,
     compiled_call,
-    is_profiled,
+    compiled_calls,
     profiled,
     replace_call,
 )
@@ -69,13 +69,16 @@ class LayerCall(ModuleCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer in the trip of this thread, or the module alone."""
-        module, trip = self.module, here.trip
-        if trip is not None and trip.is_in_forward and trip.layer is None:
-            place = trip.place_of(module)
-            if isinstance(place, LayerPlace):
-                return trip.run_layer(place, args, kwargs)
-            if place is not None:
-                trip.draws.at_unit(place.number)
+        module: Any = self._module()
+        trip = here.trip
+        if trip is not None and trip.layer is None and trip.is_in_forward:
+            places = trip.places.get(id(module))
+            if places is not None:
+                place = places[0] if len(places) == 1 else trip.place_of_call(module, places)
+                if type(place) is LayerPlace:
+                    return trip.run_layer(place, args, kwargs)
+                if place is not None:
+                    trip.draws.at_unit(place.number)
         elif trip is None and self.device is not None:  # such as generation, which calls parts
             args, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device), (args, kwargs))
         return (self.compiled or module._call_impl)(*args, **kwargs)
@@ -153,6 +156,7 @@ class LayersOfStage:
         self.whole: frozenset[int] = frozenset()
         self.kept: dict[int, list[Tensor]] = {}
         self._recomputed = recomputed
+        self._recomputes_one = any(first <= index < first + len(layers) for index in recomputed)
         self._clone_inputs = clone_inputs
         self._tied = tied
         self._steps = 0  # that train
@@ -160,6 +164,7 @@ class LayersOfStage:
         self._records: list[Record] = []
         self._compiled = compiled
         self._is_plain = not (recomputed or compiled)
+        self._modules = [layer.module for layer in layers]
         self._is_head: list[bool] = []
         self._plain: list[Callable[..., Any]] = []
         self._calls: list[Callable[..., Any]] = []
@@ -177,6 +182,8 @@ class LayersOfStage:
 
         Compiling replaces what a call of the module does, and so the `LayerCall`.
         """
+        if set(map(type, compiled_calls(self._modules))) == {LayerCall}:
+            return
         for position, layer in enumerate(self.layers):
             if not isinstance(compiled_call(layer.module), LayerCall):
                 install([layer.module])
@@ -200,9 +207,7 @@ class LayersOfStage:
 
     def recomputes(self, microbatch: int) -> bool:
         """Returns whether the backward of a micro-batch recomputes some layers."""
-        return microbatch in self.whole or any(
-            self.first <= index < self.first + len(self.layers) for index in self._recomputed
-        )
+        return self._recomputes_one or microbatch in self.whole
 
     def check_recomputations(self) -> None:
         """Compares the recomputations of a step with its forwards.
@@ -210,8 +215,9 @@ class LayersOfStage:
         Raises:
             ConfigError: they differ; the message names the first such layer.
         """
-        records, self._records = self._records, []
-        check_records(records, self.layers)
+        if self._records:
+            records, self._records = self._records, []
+            check_records(records, self.layers)
 
     def run(self, position: int, trip: Trip, args: Any, kwargs: Any) -> Any:
         """Runs the layer at a position of the stage."""
@@ -220,7 +226,7 @@ class LayersOfStage:
                 self._is_plain
                 and trip.microbatch not in self.whole
                 and not (trip.stage and trip.looks_inside(self.first + position))
-                and not is_profiled()
+                and not trip.is_profiled
             ):  # most steps: nothing is recomputed, compared or looked at
                 return self._calls[position](*args, **kwargs)
             return self._run_closely(position, trip, args, kwargs)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hybridtrain._base.python_draws import watched_python_draws
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import (
     FakeTensorMode,
@@ -219,7 +220,12 @@ class PartEngine(ForwardEngine):
         trip = RehearsalTrip(self._mode_of_copies, model, draws, trains)
         arguments = arguments_of(model.net, step.source(microbatch))
         try:
-            with torch.random.fork_rng([]), torch.set_grad_enabled(trains), skip_scope({}):
+            with (
+                torch.random.fork_rng([]),
+                torch.set_grad_enabled(trains),
+                skip_scope({}),
+                watched_python_draws(trip.refuse_draw),
+            ):
                 return trip.go(arguments, step.thread_state.autocast())
         except UserError:  # about the model as a whole
             raise
@@ -303,11 +309,12 @@ class PartRun(StepRun):
         if stage in self._stages:
             super()._enter(stage, microbatch)
 
-    def _take_message(self, action: Action) -> None:
+    def _take_message(self, stage: int, microbatch: int) -> None:
+        action = Action("F", stage, microbatch)
         self._wire.begin_receives(self._due[action])
-        if action.stage:
+        if stage:
             (values,) = self._wire.receive(action, self._doing)
-            self._trips[action.microbatch].arrive(action.stage, values)
+            self._trips[microbatch].arrive(stage, values)
 
     def _send_message(self, stage: int, microbatch: int) -> None:
         if stage + 1 < self._after_all:

@@ -290,7 +290,7 @@ class NumberedTrip(Trip):
                     popped = {name: pop(name) for name in place.pops if name not in place.stashes}
                     for name, value in self._arguments_here(popped)[0].items():
                         stash(name, value)
-                self.draws.at(place.number)
+                self.draws.at(place.number, place.unit)
                 self.layer = place
                 try:
                     output = place.runs.run(place.position, self, args, kwargs)
@@ -364,6 +364,23 @@ class RehearsalTrip(NumberedTrip):
         """Runs a layer; first registers the dataclasses that it gets, so that trips look inside."""
         leaves_of((args, kwargs))
         return super().run_layer(place, args, kwargs)
+
+    def refuse_draw(self, function: str) -> None:
+        """Refuses a draw between layers from a generator of which each process has its own.
+
+        Args:
+            function: the function that draws, of Python or NumPy.
+
+        Raises:
+            SplitError: the forward is between two layers.
+        """
+        if self.is_in_forward and self.layer is None:
+            raise SplitError(
+                f"the forward draws a random number with {function} between layers, but with "
+                f"{setting('engine', 'distributed')} each process would draw another one: draw it "
+                "with torch, such as torch.rand(()), which draws the same in all of them, move the "
+                f"code into a layer, or use {setting('engine', 'local')}"
+            )
 
     def _note_stage(self) -> None:
         self.rehearsal.events.append(self.events)
@@ -733,9 +750,10 @@ def _zeros(tensor: Tensor) -> Tensor:
 def _left_otherwise() -> SplitError:
     return SplitError(
         "a layer leaves a value otherwise than by its output, as by a hook, an attribute or a "
-        f"list, and the forward uses it between layers: with {setting('engine', 'distributed')} "
-        "the processes of other stages do not run the layer, and lack the value. Return it from "
-        f"the layer, or use {setting('engine', 'local')}"
+        "list, or in an output of a class that cannot be taken apart, and the forward uses it "
+        f"between layers: with {setting('engine', 'distributed')} the processes of other stages do "
+        "not run the layer, and lack the value. Return it from the layer, in a tuple, a dict or a "
+        f"dataclass, or use {setting('engine', 'local')}"
     )
 
 

@@ -174,7 +174,7 @@ class PartsHere:
         for rng in self.rngs:
             rng.begin_step(training)
         for stage in self._stages:
-            stage.begin_step(step.number, frozenset())
+            stage.runs.begin_step(step.number, frozenset())
         self._engines[0].rehearse(step)  # for all, and in one thread
         threads = [
             threading.Thread(target=self._run, args=(engine, step)) for engine in self._engines

@@ -23,6 +23,7 @@ class LayerPlace(NamedTuple):
 
     Attributes:
         number: the index of the layer in the model.
+        unit: the number of the unit that it is a piece of, see `layer_rng`.
         stage: the index of its stage.
         name: the name of its module.
         position: the index of the layer in its stage.
@@ -32,6 +33,7 @@ class LayerPlace(NamedTuple):
     """
 
     number: int
+    unit: int
     stage: int
     name: str
     position: int
@@ -86,7 +88,7 @@ def places_of(
                 places.setdefault(id(opened), []).append(OpenedUnit(unit, stage))
             module = net.get_submodule(names[id(layer.module)])
             names_of_values = stashed_by(module), popped_by(module)
-            place = LayerPlace(index, stage, layer.name, position, of_stage, *names_of_values)
+            place = LayerPlace(index, unit, stage, layer.name, position, of_stage, *names_of_values)
             places.setdefault(id(module), []).append(place)
             index += 1
     return places

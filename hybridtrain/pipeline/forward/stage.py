@@ -205,7 +205,7 @@ class ForwardStage:
             self._backward.to_input(
                 microbatch, in_flight.roots, starts, leaves, reduce, in_flight.whole, self._explain
             )
-        return in_flight.gradients_before()
+        return in_flight.gradients_before() if in_flight.aliases else []
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
         """Runs the part of a backward that its first part has left."""
@@ -236,14 +236,6 @@ class ForwardStage:
         """Ends the last batch of a step; restores logical replica 0's state if it ran here."""
         if self.replica_states is not None:
             self.replica_states.finish()
-
-    def begin_step(self, number: int, whole: frozenset[int]) -> None:
-        """Begins a step that trains; see `LayersOfStage.begin_step`."""
-        self.runs.begin_step(number, whole)
-
-    def check_step(self) -> None:
-        """Compares recomputations; see `LayersOfStage.check_recomputations`."""
-        self.runs.check_recomputations()
 
     def clear(self) -> None:
         """Drops all micro-batches after a failed step."""

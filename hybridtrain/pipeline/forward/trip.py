@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain._base.torch_private import (
+    is_profiled,
     next_node_number,
     pop_function_mode,
     push_function_mode,
 )
 from hybridtrain.errors import SplitError
-from hybridtrain.head import lazily, without_lazy
+from hybridtrain.head import without_lazy
 from hybridtrain.pipeline.autograd_graph import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import (
@@ -84,6 +86,10 @@ class Trip(StageValues):
         hold: keep the tensors where backwards start, not only their place in the graph.
         learns: look inside all layers, to find those that use values of earlier stages besides
             their arguments.
+
+    Attributes:
+        places: the places of modules, see `Model`.
+        is_profiled: whether layers have names in a profiler's trace.
     """
 
     def __init__(
@@ -100,12 +106,18 @@ class Trip(StageValues):
         super().__init__(model, trains, learns)
         self.microbatch = microbatch
         self.draws = draws
-        self.glue = Glue(self)
+        self.places = model.places
+        self.is_profiled = is_profiled()
         self._enter_stage, self._leave_stage = enter_stage, leave_stage
         self._last = len(model.devices) - 1
         self._hold = hold
         self._calls: dict[int, int] = {}  # of each layer so far
         self._head: HeadOutput | None = None
+
+    @cached_property
+    def glue(self) -> Glue:
+        """See `StageValues`."""
+        return Glue(self)
 
     # --- the forward
 
@@ -114,24 +126,25 @@ class Trip(StageValues):
         inputs: Callable[[], tuple[tuple[Any, ...], Mapping[str, Any]]],
         head: Callable[[Any], HeadOutput],
         context: AbstractContextManager[object],
-        hold: Callable[[], None] | None,
+        hold: Callable[[Trip], None] | None,
     ) -> Any:
         """Runs the forward and the head in this thread; returns the value of the head.
 
         Args:
             inputs: returns the arguments of the forward, once the first stage may begin.
             head: ends the forward, such as the loss.
-            context: the autocast of the forward and the head.
+            context: what the forward and the head run in, such as autocast.
             hold: called at the end of the last stage's turn, before its backward may begin.
         """
         outer, here.trip = here.trip, self
         try:
             self._enter_stage(0, self.microbatch)
             args, kwargs = inputs()
-            self.note_own(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
-            self._starts.append(next_node_number())
+            if self._last:
+                self.note_own(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+                self._starts.append(next_node_number())
             self.is_in_forward = True
-            with context, lazily():
+            with context:
                 if self._last:
                     # Before the model's code, also in the first stage, which does not need it: a
                     # mode that the code enters before a cut and leaves after it must stay on top.
@@ -140,18 +153,22 @@ class Trip(StageValues):
                     self._through_stages(args, kwargs, head)
                     del args, kwargs
                 finally:
-                    pop_function_mode(self.glue)
+                    if self._last:
+                        pop_function_mode(self.glue)
                 result, value = self._head, None
                 if result is not None:
-                    value = without_lazy(result.value)  # weights may change before its use
-                    if self._cuts and result.root is not None:
+                    value = result.value
+                    if self._model.is_lazy:
+                        value = without_lazy(value)  # weights may change before its use
+                    if self._last and self._cuts and result.root is not None:
                         self._head = result._replace(root=self.cut(result.root))
                     del result
             self.is_in_forward = False
-            self._check_changes()
-            self._copies.clear()
+            if self._last:
+                self._check_changes()
+                self._copies.clear()
             if hold is not None:
-                hold()
+                hold(self)
             self._leave_stage(self.stage, self.microbatch)
             return value
         finally:
@@ -162,31 +179,27 @@ class Trip(StageValues):
     def _through_stages(self, args: Any, kwargs: Any, head: Callable[[Any], HeadOutput]) -> None:
         """Runs the forward and the head, from stage to stage."""
         with self.draws:
-            self.draws.enter_stage()
-            self.draws.at(0)
             output = self._model.net(*args, **kwargs)
             del args, kwargs
-            self.enter(self._last)
-            self.draws.leave_stage()
+            if self._last:
+                self.enter(self._last)
         # outside of the model's draws: a loss may draw in threads that it starts
         self._is_in_head = True
         self._head = head(output)
 
     def _end(self) -> None:
         """Drops what would be a circle of references: the graph's cuts hold this trip."""
-        self.glue.forget_trip()
         self._enter_stage = self._leave_stage = _no_stage
+        self._head = None
+        if not self._last:
+            return
+        self.glue.forget_trip()
         for alias in chain.from_iterable(of_stage.values() for of_stage in self._aliases):
             alias.forget_graph()
-        self._aliases, self._stages, self._copies, self._head = [], {}, {}, None
+        self._aliases, self._stages, self._copies = [], {}, {}
 
-    def place_of(self, module: nn.Module) -> Place | None:
-        """Returns the place of the next call of a module; None if it has no further one."""
-        places = self._model.places.get(id(module))
-        if places is None:
-            return None
-        if len(places) == 1:
-            return places[0]
+    def place_of_call(self, module: nn.Module, places: Sequence[Place]) -> Place | None:
+        """Returns the place of the next call of a module with several; None: no further one."""
         if torch._C._functorch.maybe_current_level() is not None:
             return None  # no stage can begin inside of a transform
         # a call that was skipped on another path moves no later call back to an earlier stage
@@ -226,10 +239,12 @@ class Trip(StageValues):
 
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer in its stage, on its own names of the values that it gets."""
-        glue = self.glue
-        # Off the stack while a layer runs, or each of its operations would pass through it.
-        is_popped = pop_function_mode(glue)
-        was_off, glue.is_off = glue.is_off, True
+        is_popped = was_off = False
+        if self._last:
+            glue = self.glue
+            # Off the stack while a layer runs, or each of its operations would pass through it.
+            is_popped = pop_function_mode(glue)
+            was_off, glue.is_off = glue.is_off, True
         try:
             if place.stage != self.stage:
                 self.enter(place.stage)
@@ -238,16 +253,19 @@ class Trip(StageValues):
                 if kwargs:
                     names, values = kwargs.keys(), self._arguments(place, kwargs.values())
                     kwargs = dict(zip(names, values, strict=True))
-            self.draws.at(place.number)
+            draws = self.draws
+            if draws.seeds_device:
+                draws.at(place.number, place.unit)
+            else:
+                draws.layer, draws.unit = place.number, place.unit
             self.layer = place
-            try:
-                return place.runs.run(place.position, self, args, kwargs)
-            finally:
-                self.layer = None
+            return place.runs.run(place.position, self, args, kwargs)
         finally:
-            glue.is_off = was_off
-            if is_popped:
-                push_function_mode(glue)
+            self.layer = None
+            if self._last:
+                glue.is_off = was_off
+                if is_popped:
+                    push_function_mode(glue)
 
     def _arguments(self, place: LayerPlace, values: Iterable[Any]) -> tuple[Any, ...]:
         """Returns arguments of a layer, with this stage's own names of tensors in them.
@@ -290,6 +308,12 @@ class Trip(StageValues):
 
     # --- the backward
 
+    @property
+    def is_trainable(self) -> bool:
+        """Whether the result of the head depends on trainable parameters."""
+        head = self._head
+        return head is None or (head.root is not None and head.root.requires_grad)
+
     def in_flight(self, whole: Sequence[bool]) -> list[StageInFlight]:
         """Returns, after the forward, what each stage's backward needs.
 
@@ -298,12 +322,15 @@ class Trip(StageValues):
         """
         head, self._head = self._head, None
         assert head is not None
+        of_loss: list[Root] = [] if head.root is None else [head.root]
+        if not self._last:
+            return [StageInFlight(of_loss, head.gradient, (), whole[0])]
         aliases = [list(of_stage.values()) for of_stage in self._aliases]
         roots: list[list[Root]] = [
             [a.source if self._hold else edge_of(a.source) for a in of_next]
             for of_next in aliases[1:]
         ]
-        roots.append([] if head.root is None else [head.root])
+        roots.append(of_loss)
         return [
             StageInFlight(*values)
             for values in zip(

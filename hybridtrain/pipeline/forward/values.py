@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ class Model(NamedTuple):
         names: the names of parameters and buffers, by their `id`.
         containers: the modules, by name, that layers are in; the model itself among them.
         recast: the names of parameters that a later stage uses under autocast, and so casts again.
+        is_lazy: whether the products of the head are lazy, see `head`.
     """
 
     net: nn.Module
@@ -62,6 +64,7 @@ class Model(NamedTuple):
     names: Mapping[int, str]
     containers: Mapping[str, nn.Module]
     recast: set[str]
+    is_lazy: bool
 
 
 def _changed_through_view(tensor: Tensor) -> str:
@@ -125,10 +128,12 @@ class StageValues:
         stage: the stage in which the forward is.
         layer: the layer in which it is; None between layers.
         is_in_forward: False before and after the forward.
-        glue: sees the operations between layers.
     """
 
-    glue: Glue
+    @cached_property
+    def glue(self) -> Glue:
+        """Sees the operations between layers; a model in one stage needs none."""
+        raise NotImplementedError
 
     def __init__(self, model: Model, trains: bool, learns: bool) -> None:
         self.stage = 0
@@ -141,7 +146,9 @@ class StageValues:
         self._starts: list[int] = []  # the first node number of each stage so far
         # of tensors whose node does not say it, other than parameters: stage and tensor
         self._stages: dict[int, tuple[int, Tensor]] = {}
-        self._aliases: list[dict[int, CutValue]] = [{} for _ in model.devices]
+        self._aliases: list[dict[int, CutValue]] = [{}]
+        if len(model.devices) > 1:
+            self._aliases = [{} for _ in model.devices]
         self._copies: dict[int, _Copies] = {}  # by the `id` of the source
         # the last stage that has changed the memory of an earlier stage in place, by `storage_id`
         self._changed: dict[int, int] = {}

@@ -27,7 +27,7 @@ def test_draws_of_neighbouring_steps_layers_and_micro_batches_are_unrelated():
     for step, layer, i in itertools.product(range(10), repeat=3):
         draws.step = step
         with draws.drawing_in(i) as own:
-            own.at(layer)
+            own.at(layer, layer)
             drawn |= {torch.randint(2**60, ()).item(), torch.randint(2**60, ()).item()}
     assert len(drawn) == 2000
 
@@ -85,7 +85,7 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded():
     for seed in range(2):
         torch.manual_seed(seed)
         with rng_of(1).drawing_in(0) as draws:
-            draws.at(0)
+            draws.at(0, 0)
             results.append(two(torch.ones(64)))
     assert torch.equal(*results)
 
@@ -103,13 +103,13 @@ def test_draws_in_threads_that_torchscript_starts_are_seeded_while_samples_are_r
     try:
         assert in_use.wait(20)
         with rng_of(1).drawing_in(0) as draws:
-            draws.at(0)
+            draws.at(0, 0)
             found = dropped_in_a_thread(torch.ones(64))
     finally:
         done.set()
         reader.join()
     with rng_of(1).drawing_in(0) as draws:
-        draws.at(0)
+        draws.at(0, 0)
         assert torch.equal(found, dropped_in_a_thread(torch.ones(64)))
 
 
@@ -212,7 +212,7 @@ def test_random_operations_of_an_extension_are_seeded_whether_or_not_they_take_a
     for seed in range(2):
         torch.manual_seed(seed)
         with rng_of(1).drawing_in(0) as draws:
-            draws.at(0)
+            draws.at(0, 0)
             noise = getattr(torch.ops.hybridtest, name)
             results.append(noise(torch.zeros(1, dtype=torch.long)))
     assert torch.equal(*results)

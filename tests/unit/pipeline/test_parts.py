@@ -6,11 +6,13 @@ All processes are threads of this one here, see `support.parts`.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
+import numpy.random
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,12 +97,26 @@ class UsesTheList(Net):
         return self.c(self.b(x) * self.a.values.pop())
 
 
-@pytest.mark.parametrize("kind", [UsesTheAttribute, UsesTheList])
+class ReturnsAnObject(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(value=super().forward(x))
+
+
+class UsesTheObject(Net):
+    def prepare(self) -> None:
+        self.b = ReturnsAnObject(8, 8)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.c(self.b(x).value.tanh())
+
+
+@pytest.mark.parametrize("kind", [UsesTheAttribute, UsesTheList, UsesTheObject])
 def test_a_value_that_a_layer_leaves_otherwise_than_by_its_output_is_refused(
     kind: type[Net],
 ) -> None:
     parts = Parts(kind(), 2, batch()[0])
-    with pytest.raises(SplitError, match="leaves a value otherwise than by its output"):
+    expected = "leaves a value otherwise than by its output.*in a tuple, a dict or a dataclass"
+    with pytest.raises(SplitError, match=expected):
         parts.step(*batch())
 
 
@@ -132,6 +148,37 @@ def test_a_forward_that_takes_another_path_than_in_its_rehearsal_is_refused(
     parts = Parts(kind(), 2, batch()[0], split=["c"])
     with pytest.raises(SplitError, match="takes another path than in its rehearsal"):
         parts.step(*batch())
+
+
+class DrawsByPython(Net):
+    """Draws a factor, by Python or NumPy."""
+
+    draw: ClassVar[Callable[[], float]]
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.c(self.b(x) * type(self).draw())
+
+
+class DrawsInALayer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (random.random() > -1)
+
+
+@pytest.mark.parametrize("module", [random, numpy.random], ids=["random", "numpy"])
+def test_a_number_that_each_process_would_draw_by_itself_between_layers_is_refused(
+    module: Any,
+) -> None:
+    DrawsByPython.draw = lambda: module.uniform(1.0, 2.0)
+    before = module.uniform
+    parts = Parts(DrawsByPython(), 2, batch()[0], split=["c"])
+    name = rf"{module.__name__}.uniform between layers.*torch.rand"
+    with pytest.raises(SplitError, match=name):
+        parts.step(*batch())
+    assert module.uniform == before  # as it was for all other code
+    DrawsByPython.draw = lambda: float(torch.ones(()))
+    net = DrawsByPython()
+    net.b = DrawsInALayer(8, 8)  # its own process alone runs it
+    Parts(net, 2, batch()[0], split=["c"]).step(*batch())
 
 
 class Noted(nn.Module):
