@@ -8,6 +8,8 @@ import yaml
 from cli_runs import LAST, assert_same_checkpoint, fail, learned, succeed
 from support.launch import SMALL
 
+from hybridtrain.cli import main
+
 QUICK = [*SMALL, "monitor.tensorboard=false", "pipeline.nb_part=2", "data.batch_size=128"]
 MANY = ["pipeline.schedule=gpipe", "pipeline.chunks=8"]
 
@@ -29,6 +31,8 @@ def test_a_run_with_offloaded_activations_learns_the_same_with_less_on_its_devic
         assert all(less < more for more, less in zip(*memory, strict=True)), kind
     predicted, measured = (of_offloaded[k]["memory_bytes"] for k in ("predicted", "measured"))
     assert predicted == pytest.approx(measured, rel=0.1)
+    assert main(["report", str(offloaded)]) == 0
+    assert "device 0, copies" in (offloaded / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
