@@ -47,7 +47,7 @@ __all__ = [
     "verify",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # commands that only show a config do not wait a second for torch
 import_on_first_use(
