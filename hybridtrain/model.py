@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridtrain._base import codec
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.adapter import BaseWeights
-from hybridtrain._base.attention import check_attention
+from hybridtrain._base.attention import AUTO, check_attention
 from hybridtrain._base.microbatch import (
     Microbatch,
     MicrobatchCut,
@@ -456,6 +456,7 @@ class HybridModel:
             shard = setting("shard", options.shard)
             log.info("%s has no effect with a single replica", shard)
         self._device_type = world.devices[0].type
+        self._is_plain = options.precision == "fp32" and options.attention == AUTO
         types = (p.dtype for p in net.parameters() if p.is_floating_point())
         dtype = AUTOCAST[options.precision] or next(types, torch.float32)
         check_attention(options.attention, world.devices, dtype)
@@ -649,7 +650,7 @@ class HybridModel:
             batch_check=self._batch_check,
             kind=kind,
         )
-        if self.options.precision == "fp32" and torch.is_grad_enabled():
+        if self._is_plain and torch.is_grad_enabled():
             losses = run()
         else:
             with torch.enable_grad(), self.autocast():
@@ -1068,9 +1069,9 @@ class HybridModel:
     def compare_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Compares classes and settings of optimizers over the ranks; a collective call.
 
-        It does so in its calls 1, 2, 4, 8 and so on; `OptimizerStep` makes one before each update.
-        In other loops, the second `train_step` compares the optimizers of PyTorch that have
-        stepped, and so do steps 3, 5, 9 and so on.
+        `OptimizerStep` calls it before its updates 1, 2, 4, 8 and so on. In other loops, the second
+        `train_step` compares the optimizers of PyTorch that have stepped, and so do steps 3, 5, 9
+        and so on.
 
         Args:
             optimizers: the optimizers of this rank's parameters.

@@ -197,7 +197,9 @@ def packed_weight(layer: nn.Module) -> tuple[str, Tensor] | None:
     Layers of GPTQ, AWQ and HQQ have such weights. Their kernels keep further tensors and pointers
     outside of parameters and buffers. None: `layer` itself has no such weight.
     """
-    for name, tensor in (*layer._parameters.items(), ("qweight", layer._buffers.get("qweight"))):
+    buffers = layer._buffers
+    packed = buffers["qweight"] if "qweight" in buffers else None  # TorchScript's has no `get`
+    for name, tensor in (*layer._parameters.items(), ("qweight", packed)):
         if tensor is None or is_quantized_parameter(tensor):
             continue
         if not (tensor.is_floating_point() or tensor.is_complex()):

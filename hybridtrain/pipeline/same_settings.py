@@ -131,7 +131,7 @@ class SettingsCheck:
         self.has_loss = world.size == 1
         self.is_done = world.size == 1 or world.watchdog is None
         self._has_compared = False
-        self._steps = self._updates = 0
+        self._steps = 0
         self._seen: list[Optimizer] = []
         self._held: set[int] = set()  # the ids of the model's parameters
         self._hook: RemovableHandle | None = None
@@ -173,7 +173,7 @@ class SettingsCheck:
             self._seen.append(optimizer)
 
     def check_optimizers(self, optimizers: Sequence[Any], stages: Sequence[ForwardStage]) -> None:
-        """Compares the optimizers over the ranks, in updates 1, 2, 4, 8...; a collective call.
+        """Compares the optimizers over the ranks; a collective call.
 
         Ranks with the same stages must have the same groups. The groups of different stages may be
         different on purpose, for example by layer, so a difference is a warning.
@@ -185,8 +185,7 @@ class SettingsCheck:
         Raises:
             ConfigError: a class, a default or a group differs.
         """
-        before, self._updates = self._updates, self._updates + 1
-        if self._world.size == 1 or before & self._updates:
+        if self._world.size == 1:
             return
         self.is_done = True
         self._remove_hook()

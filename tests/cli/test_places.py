@@ -506,6 +506,8 @@ SMELLS = {
 WHOLE = {"out", "output", "log", "split", "schedule", "init_from", "run_name"}
 NO_PLACES = {
     "data.download": "true or false, see data.root",
+    "hardware.from_host_bytes_per_s": "a rate",
+    "hardware.to_host_bytes_per_s": "a rate",
     "model.modules": "of nn.ModuleList",
     "trainer.loss.output": "of the model",
     "trainer.loss.targets": "of the data",
