@@ -198,7 +198,7 @@ def packed_weight(layer: nn.Module) -> tuple[str, Tensor] | None:
     outside of parameters and buffers. None: `layer` itself has no such weight.
     """
     buffers = layer._buffers
-    packed = buffers["qweight"] if "qweight" in buffers else None  # TorchScript's has no `get`
+    packed = dict(buffers.items()).get("qweight")  # TorchScript's wrapper has no `get`
     for name, tensor in (*layer._parameters.items(), ("qweight", packed)):
         if tensor is None or is_quantized_parameter(tensor):
             continue
