@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridtrain._base import codec
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.adapter import BaseWeights
-from hybridtrain._base.attention import check_attention
+from hybridtrain._base.attention import AUTO, attention_kernel, check_attention
 from hybridtrain._base.microbatch import (
     Microbatch,
     MicrobatchCut,
@@ -649,7 +649,9 @@ class HybridModel:
             batch_check=self._batch_check,
             kind=kind,
         )
-        if self.options.precision == "fp32" and torch.is_grad_enabled():
+        options = self.options
+        keeps_context = options.precision == "fp32" and options.attention == AUTO
+        if keeps_context and torch.is_grad_enabled():
             losses = run()
         else:
             with torch.enable_grad(), self.autocast():
@@ -882,7 +884,8 @@ class HybridModel:
 
     def run_backwards(self, held: HeldGraphs) -> None:
         """Runs the backwards of a step, once; adds the gradients to `parameter.grad`."""
-        with torch.enable_grad():
+        # layers that are recomputed run their forwards again
+        with torch.enable_grad(), attention_kernel(self.options.attention):
             self.pipeline.run_backwards(held)
 
     def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> StepKind:
