@@ -580,9 +580,7 @@ class HybridModel:
                 micro-batch. Gradients are incomplete in this case.
         """
         check_grad_mode()
-        is_new = self._resolved is None or self._resolved[0] is not loss_fn
-        if is_new or self.world.data_parallel_size > 1:  # later steps may train its parameters
-            check_loss_function(loss_fn, self.net, self.world)
+        check_loss_function(loss_fn, self.net, self.world)
         inputs = leaves_without_graph("inputs", inputs)
         targets = leaves_without_graph("targets", targets)
         if not self.is_split:
