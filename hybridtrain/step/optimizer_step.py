@@ -230,7 +230,6 @@ class OptimizerStep:
         self._check = OptimizerCheck(model) if holds_all else None
         self.in_progress = StepInProgress(1, [], None, 0)
         self._undecided: StepInProgress | None = None  # a device has decided, the host not yet
-        self._is_compared = False  # the optimizers over the ranks
         self._all_take_found_inf: bool | None = None
 
     @property
@@ -372,7 +371,7 @@ class OptimizerStep:
         """
         step = self.in_progress
         if step.norm is None:
-            if not self._is_compared:
+            if self.model.world.size > 1:
                 self._compare_over_ranks()
             if self._check is not None:
                 self._check.drop_gradients_left_out(self.optimizers)  # [3]
@@ -386,7 +385,6 @@ class OptimizerStep:
         return step.norm
 
     def _compare_over_ranks(self) -> None:
-        self._is_compared = True
         unsharded = [getattr(optimizer, "inner", optimizer) for optimizer in self.optimizers]
         self.model.compare_optimizers(
             [inner for optimizer in unsharded for inner in inner_optimizers(optimizer)]
