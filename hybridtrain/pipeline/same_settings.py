@@ -19,7 +19,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -162,7 +161,12 @@ class SettingsCheck:
             self._hook = _on_steps(self)
         elif before & (before - 1) == 0 and self._seen:
             self._remove_hook()
-            gather = partial(_published, self._world, f"optimizers/{self._number}/{before}")
+            key, calls = f"optimizers/{self._number}/{before}", itertools.count()
+
+            def gather(here: RankFacts) -> Sequence[RankFacts]:
+                # each call has a key of its own: a later rank still reads what the first has told
+                return _published(self._world, f"{key}/{next(calls)}", here)
+
             self._compare(gather, self._seen, pipeline.stages, warns=True)
 
     def saw(self, optimizer: Optimizer) -> None:
