@@ -666,7 +666,7 @@ class HybridModel:
         key = like.dtype, like.device
         one = self._ones.get(key)
         if one is None:
-            one = self._ones[key] = torch.ones_like(like)
+            one = self._ones[key] = torch.ones((), dtype=like.dtype, device=like.device)
         return one
 
     def _weight_alone(
