@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hybridtrain._base import codec
 from hybridtrain._base.accelerator import put
 from hybridtrain._base.adapter import BaseWeights
-from hybridtrain._base.attention import AUTO, check_attention
+from hybridtrain._base.attention import AUTO, attention_kernel, check_attention
 from hybridtrain._base.microbatch import (
     Microbatch,
     MicrobatchCut,
@@ -581,9 +581,7 @@ class HybridModel:
                 micro-batch. Gradients are incomplete in this case.
         """
         check_grad_mode()
-        is_new = self._resolved is None or self._resolved[0] is not loss_fn
-        if is_new or self.world.data_parallel_size > 1:  # later steps may train its parameters
-            check_loss_function(loss_fn, self.net, self.world)
+        check_loss_function(loss_fn, self.net, self.world)
         inputs = leaves_without_graph("inputs", inputs)
         targets = leaves_without_graph("targets", targets)
         if not self.is_split:
@@ -667,7 +665,7 @@ class HybridModel:
         key = like.dtype, like.device
         one = self._ones.get(key)
         if one is None:
-            one = self._ones[key] = torch.ones_like(like)
+            one = self._ones[key] = torch.ones((), dtype=like.dtype, device=like.device)
         return one
 
     def _weight_alone(
@@ -883,7 +881,8 @@ class HybridModel:
 
     def run_backwards(self, held: HeldGraphs) -> None:
         """Runs the backwards of a step, once; adds the gradients to `parameter.grad`."""
-        with torch.enable_grad():
+        # layers that are recomputed run their forwards again
+        with torch.enable_grad(), attention_kernel(self.options.attention):
             self.pipeline.run_backwards(held)
 
     def check_batch(self, inputs: Any, sizes: Sequence[int], *, trains: bool) -> StepKind:

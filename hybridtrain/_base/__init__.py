@@ -18,7 +18,7 @@ patched_forwards forwards that libraries have put on a module, in its copies
 plain_numbers    numbers of NumPy and other libraries as Python numbers
 precision        autocast, and the thread-local state that engine threads inherit
 problem          an error of one process, sent to the others so that all raise it
-python_draws     draws from the default generators of Python and NumPy, told
+python_draws     tells of draws from the default generators of Python and NumPy
 rank_differences compares facts that must be equal on all ranks
 registry         packages whose modules are imported when one of their names is first used
 repeatable       what decides the bits of a result, to set it and to compare it over the ranks

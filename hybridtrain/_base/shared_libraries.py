@@ -28,8 +28,10 @@ _NOTE: Any = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.POINTER(_LibraryInfo), ctypes.c_size_t, ctypes.c_void_p
 )(_note)
 
-# in the C libraries of Linux, not in that of macOS
-_iterate: Any = getattr(ctypes.CDLL(None), "dl_iterate_phdr", None)
+# In the C libraries of Linux, not in that of macOS. `PyDLL` keeps the GIL during the call, which
+# holds a lock of the loader: `_note` would wait for the GIL, and a thread that has the GIL and
+# imports an extension for the lock.
+_iterate: Any = getattr(ctypes.PyDLL(None), "dl_iterate_phdr", None)
 
 
 def loaded_libraries() -> int | None:

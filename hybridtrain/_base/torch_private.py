@@ -644,11 +644,12 @@ def find_random_operations() -> None:
         loaded = loaded_libraries()
         if loaded is not None and (loaded, defined) == _seen_additions:
             return
-        _seen_additions = loaded, set(defined)
+        additions = loaded, set(defined)
         names = set(torch._C._dispatch_get_all_op_names())
         for name in sorted(names - _known_operations):
             _intercept(name)
         _known_operations.update(names)
+        _seen_additions = additions  # last: after an error, the next step searches again
 
 
 def _intercept(name: str) -> None:

@@ -101,10 +101,8 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
                 _restore(previous)
                 signal.raise_signal(number)  # ends a script as it would without `fit`
                 return
-            speaks_now = first is None and number == signal.SIGINT and speaks
-            if speaks_now and select.select([], [2], [], 0)[1]:  # a full pipe would block it
-                # os.write: a handler may interrupt a print
-                os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
+            if first is None and number == signal.SIGINT and speaks:
+                _say_stopping()
             first = first or now
         ask(name)
 
@@ -118,6 +116,13 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
             yield
     finally:
         _restore(previous)
+
+
+def _say_stopping() -> None:
+    """Prints what a second Ctrl-C does, in a handler, which may interrupt a print."""
+    with suppress(OSError):  # the Ctrl-C has also ended the reader, such as `| tee`
+        if select.select([], [2], [], 0)[1]:  # a full pipe would block the handler
+            os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")
 
 
 # How long a block may take to end after a second signal, before the process exits.

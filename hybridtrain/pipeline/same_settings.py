@@ -19,7 +19,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -132,7 +131,8 @@ class SettingsCheck:
         self.is_done = world.size == 1 or world.watchdog is None
         self._has_compared = False
         self._steps = 0
-        self._seen: list[Optimizer] = []
+        # weak: a loop may replace an optimizer, whose state is twice as large as the model
+        self._seen: list[weakref.ref[Optimizer]] = []
         self._held: set[int] = set()  # the ids of the model's parameters
         self._hook: RemovableHandle | None = None
 
@@ -162,15 +162,21 @@ class SettingsCheck:
             self._hook = _on_steps(self)
         elif before & (before - 1) == 0 and self._seen:
             self._remove_hook()
-            gather = partial(_published, self._world, f"optimizers/{self._number}/{before}")
-            self._compare(gather, self._seen, pipeline.stages, warns=True)
+            optimizers = [found for seen in self._seen if (found := seen()) is not None]
+            key, calls = f"optimizers/{self._number}/{before}", itertools.count()
+
+            def gather(here: RankFacts) -> Sequence[RankFacts]:
+                # each call has a key of its own: a later rank still reads what the first has told
+                return _published(self._world, f"{key}/{next(calls)}", here)
+
+            self._compare(gather, optimizers, pipeline.stages, warns=True)
 
     def saw(self, optimizer: Optimizer) -> None:
         """Records that an optimizer takes a step."""
-        if not any(optimizer is seen for seen in self._seen) and any(
+        if not any(optimizer is seen() for seen in self._seen) and any(
             id(p) in self._held for group in optimizer.param_groups for p in group["params"]
         ):
-            self._seen.append(optimizer)
+            self._seen.append(weakref.ref(optimizer))
 
     def check_optimizers(self, optimizers: Sequence[Any], stages: Sequence[ForwardStage]) -> None:
         """Compares the optimizers over the ranks; a collective call.

@@ -107,6 +107,7 @@ class PythonState:
             self._seen.add(id(value))
             self._kept.append(value)
             todo.extend(self._save(value))
+        self._savers.clear()  # its methods hold this object, and so the saved tensors, in a circle
         self.is_complete = not todo
 
     def restore(self) -> None:

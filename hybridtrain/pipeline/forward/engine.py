@@ -310,7 +310,7 @@ class StepRun:
             self._begin_turns(serial)
 
     def _begin_turns(self, serial: bool) -> None:
-        """Prepares what threads share, and puts down the tasks that begin micro-batches."""
+        """Prepares what threads share, and queues the tasks that begin micro-batches."""
         step, schedule = self.step, self.step.schedule
         lanes = sorted({self._lane_of[stage] for stage in self._stages})
         self.activity = dict(zip(lanes, activity.begin_step(len(lanes)), strict=True))

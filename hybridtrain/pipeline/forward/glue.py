@@ -274,7 +274,7 @@ def _before_backward(inputs: Any) -> None:
 def _after_backward(gradients: Any) -> None:
     """Notes the stage of gradients that have a graph: on a GPU, another thread makes its nodes."""
     trip = here.trip
-    if trip is not None and trip.is_in_forward and gradients:
+    if trip is not None and trip.is_cut and trip.is_in_forward and gradients:
         with trip.glue.off():
             trip.note_own(gradients)
 

@@ -345,7 +345,7 @@ def for_other_thread(output: Any) -> Any:
     Its tensors are the last stage's own names, because the glue does not see that thread.
     """
     trip = here.trip
-    return output if trip is None or not trip._last else trip.cut_all((output,))[0]
+    return output if trip is None or not trip.is_cut else trip.cut_all((output,))[0]
 
 
 def net_of_trip() -> nn.Module | None:

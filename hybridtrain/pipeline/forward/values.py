@@ -128,6 +128,7 @@ class StageValues:
         stage: the stage in which the forward is.
         layer: the layer in which it is; None between layers.
         is_in_forward: False before and after the forward.
+        is_cut: whether there are several stages; in a single one, no value is of another.
     """
 
     @cached_property
@@ -147,7 +148,8 @@ class StageValues:
         # of tensors whose node does not say it, other than parameters: stage and tensor
         self._stages: dict[int, tuple[int, Tensor]] = {}
         self._aliases: list[dict[int, CutValue]] = [{}]
-        if len(model.devices) > 1:
+        self.is_cut = len(model.devices) > 1
+        if self.is_cut:
             self._aliases = [{} for _ in model.devices]
         self._copies: dict[int, _Copies] = {}  # by the `id` of the source
         # the last stage that has changed the memory of an earlier stage in place, by `storage_id`

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hybridtrain.errors import ConfigError
+from hybridtrain.pipeline import HeadOutput
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -48,6 +49,22 @@ def test_a_step_has_the_bits_of_plain_pytorch_with_the_same_kernel():
         found[name] = gradients(ours)
         assert_same(found[name], gradients(plain), name)
     assert any(not torch.equal(found["math"][name], found["flash"][name]) for name in found["math"])
+
+
+def test_a_layer_that_a_later_backward_recomputes_has_the_kernel_of_its_forward():
+    torch.manual_seed(0)
+    ours = nn.Sequential(*[Attention() for _ in range(2)])
+    plain, x = copy.deepcopy(ours), torch.randn(2, 64, WIDTH)
+
+    def head(_, output):
+        root = output.square().mean()
+        return HeadOutput(None, root, torch.ones_like(root))
+
+    model = hybrid(ours, attention="math", recompute="always")
+    model.run_backwards(model.run_forwards([x], head)[1])
+    with sdpa_kernel(SDPBackend.MATH):
+        plain(x).square().mean().backward()
+    assert_same(gradients(ours), gradients(plain), "gradients")
 
 
 def test_every_forward_uses_the_kernel_and_the_callers_comes_back():

@@ -30,6 +30,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph import works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Planner, StageOwners, observed_chain
+from hybridtrain.pipeline import for_other_thread
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -238,6 +239,17 @@ def test_dropout_does_not_depend_on_how_deep_the_model_is_cut(split):
     model.eval()
     one.eval()
     assert torch.equal(model(samples()), one(samples()))
+
+
+def test_a_loss_in_another_thread_gets_the_output_of_a_single_stage():
+    def in_another_thread(output, _):
+        return loss_of(for_other_thread(output), None)
+
+    net, losses = Wrapped(), []
+    for loss in (loss_of, in_another_thread):
+        model = HybridModel(copy.deepcopy(net), World.from_env(nb_part=1), chunks=CHUNKS, seed=3)
+        losses.append(model.train_step(samples(), None, loss).loss)
+    assert torch.equal(*losses)
 
 
 def test_a_buffer_of_the_model_that_is_not_persistent_stays_so():

@@ -13,7 +13,7 @@ from torch import nn
 
 from hybridtrain import HybridModel, Loader, OptimizerStep, World
 from hybridtrain.checkpoint import resume_run, save_run
-from hybridtrain.errors import BatchError, CheckpointError, DivergedError
+from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DivergedError
 from hybridtrain.launch import activity
 from hybridtrain.loss import cross_entropy
 from hybridtrain.pipeline.recomputation_proof import FIRST_STEPS
@@ -47,6 +47,12 @@ def test_a_loop_of_ones_own_trains_as_a_trainer():
     for _ in range(7):
         step.run([next(stream)], cross_entropy)
     assert_same(model.state_dict(), ours.model.state_dict(), "weights and buffers")
+
+
+def test_a_loss_that_is_no_function_is_refused_in_a_loop_of_ones_own():
+    _, step, loader = own_loop(plain_net())
+    with pytest.raises(ConfigError, match="must be a function, not a int"):
+        step.run([next(iter(loader.batches()))], 3)
 
 
 def test_a_loop_of_ones_own_saves_and_resumes_in_two_lines(tmp_path):
