@@ -82,10 +82,10 @@ def _listed(turns: Any) -> Any:
     """Returns the messages in JSON text, or in a list of each field, as a list."""
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         return _from_json(turns, "the list of messages")
-    if isinstance(turns, dict) and all(isinstance(column, list) for column in turns.values()):
-        # older Parquet files have a list of each field
-        if len({len(column) for column in turns.values()}) == 1:
-            return [dict(zip(turns, row, strict=True)) for row in zip(*turns.values(), strict=True)]
+    fields = [*turns.values()] if isinstance(turns, dict) else []
+    if all(isinstance(field, list) for field in fields) and len({*map(len, fields)}) == 1:
+        # as in older Parquet files
+        return [dict(zip(turns, row, strict=True)) for row in zip(*fields, strict=True)]
     return turns
 
 

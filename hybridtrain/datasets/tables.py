@@ -14,12 +14,14 @@ import codecs
 import csv
 import glob
 import gzip
+import io
 import itertools
 import json
 import logging
 import math
 import os
 import re
+import tokenize
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,6 +51,8 @@ _DECIMAL_COMMA = re.compile(r"\s*[+-]?\d[\d.\s]*,\d+\s*")
 # the lines that a header with line breaks in quotes may have
 _HEADER_LINES = 20
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
+# two quotes that may be the end of a text and the begin of the next one
+_PERHAPS_NO_COMMA = re.compile(r"""["']\s*["']""")
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 
 
@@ -532,6 +536,9 @@ def with_lists(table: Table, columns: Sequence[str]) -> Table:
 
     CSV has no lists; pandas and other tools write them as text. A column with another text, and a
     missing one, stays as it is.
+
+    Raises:
+        DataError: a column mixes texts with other values.
     """
     splits = dict(table.splits)
     for split, samples in table.splits.items():
@@ -541,17 +548,35 @@ def with_lists(table: Table, columns: Sequence[str]) -> Table:
                 continue
             lists = [_list_in(text) for text in samples[column]]
             if all(value is not None for value in lists):
+                kinds = {type(item) for value in lists for item in value or ()}
+                if str in kinds and len(kinds) > 1:
+                    raise DataError(
+                        f"the column {column} of the {split} split has lists of texts and of other "
+                        "values: write all of them in quotes"
+                    )
                 samples = samples.remove_columns([column]).add_column(column, lists)
         splits[split] = samples
     return replace(table, splits=splits)
 
 
 def _list_in(text: str | None) -> list[Any] | None:
+    text = (text or "").strip()
     try:
-        value = ast.literal_eval((text or "").strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return [*value] if isinstance(value, list | tuple) else None
+    if not isinstance(value, list | tuple) or _has_no_comma(text):
+        return None
+    return [*value]
+
+
+def _has_no_comma(text: str) -> bool:
+    """Returns whether two texts follow each other, as in NumPy's `['a' 'b']`: Python joins them."""
+    if not _PERHAPS_NO_COMMA.search(text):
+        return False
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    kinds = [token.type for token in tokens if token.type != tokenize.NL]
+    return (tokenize.STRING, tokenize.STRING) in itertools.pairwise(kinds)
 
 
 def check_complete(
