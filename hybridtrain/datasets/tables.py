@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import tokenize
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -358,13 +359,16 @@ def _checked(path: Path, kind: str, separator: str | None) -> _Scan:
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
+        is_compressed, place = path.suffix.lower() == ".gz", shlex.quote(str(path))
         with open(path, "rb") as raw:
-            utf16 = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        encoding = "UTF-16" if utf16 else "WINDOWS-1252"
+            head = (gzip.GzipFile(fileobj=raw) if is_compressed else raw).read(2)
+        utf16 = head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        command = f"iconv -f {'UTF-16' if utf16 else 'WINDOWS-1252'} -t UTF-8"
+        command = f"gzip -dc {place} | {command}" if is_compressed else f"{command} {place}"
         perhaps = "" if utf16 else ", if it is from Windows or an older Excel"
         raise DataError(
             f"{path} cannot be read: it is not UTF-8 ({error}): convert it, by "
-            f"`iconv -f {encoding} -t UTF-8 {path} > new{path.suffix}`{perhaps}"
+            f"`{command} > new{_suffix(path)}`{perhaps}"
         ) from error
 
 

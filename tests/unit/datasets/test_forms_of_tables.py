@@ -1,5 +1,6 @@
 """Tables of text as other programs write them, and what is said about those that cannot be read."""
 
+import gzip
 import re
 import subprocess
 
@@ -46,15 +47,18 @@ def test_classes_that_differ_only_in_case_or_spaces_are_named(read):
     assert "differ only" not in str(read("text,label\n" + "a,x\nb,y\n" * 8))
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+@pytest.mark.parametrize(
+    ("encoding", "name"), [("cp1252", "a.csv"), ("utf-16", "a b.csv"), ("utf-16", "a.csv.gz")]
+)
 def test_a_file_in_another_encoding_is_converted_by_the_command_of_the_error(
-    encoding, read, tmp_path, monkeypatch
+    encoding, name, read, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     table = "text,label\n" + "\u00e4 plot,x\nthe plot,y\n" * 4
+    content = table.encode(encoding)
     with pytest.raises(DataError, match="it is not UTF-8") as raised:
-        read(table.encode(encoding))
-    subprocess.run(re.search(r"`(iconv .*)`", str(raised.value))[1], shell=True, check=True)
+        read(gzip.compress(content) if name.endswith(".gz") else content, name)
+    subprocess.run(re.search(r"`(.*iconv .*)`", str(raised.value))[1], shell=True, check=True)
     converted = (tmp_path / "new.csv").read_bytes()
     assert converted.decode("utf-8-sig") == table
     assert read(converted, "new.csv").metadata["classes"] == ["x", "y"]
