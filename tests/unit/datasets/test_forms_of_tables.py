@@ -47,6 +47,15 @@ def test_classes_that_differ_only_in_case_or_spaces_are_named(read):
     assert "differ only" not in str(read("text,label\n" + "a,x\nb,y\n" * 8))
 
 
+def test_a_number_that_is_the_name_of_a_class_stays_it_in_samples_without_other_names(read):
+    table = "text,label\n" + "a,1\nb,2\n" * 4
+    data = read(table, classes=["1", "2", "other"])
+    assert data.metadata["classes"] == ["1", "2", "other"]
+    assert {int(data.train[n][1]) for n in range(len(data.train))} == {0, 1}
+    data = read(table.replace("2", "0"), classes=["no", "yes"])  # names of numbers
+    assert {int(data.train[n][1]) for n in range(len(data.train))} == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("encoding", "name"), [("cp1252", "a.csv"), ("utf-16", "a b.csv"), ("utf-16", "a.csv.gz")]
 )
