@@ -35,6 +35,11 @@ def test_a_separator_that_is_not_guessed_is_asked_for(read):
     assert read(table, separator="^").metadata["classes"] == ["x"]
 
 
+def test_a_single_column_with_a_similar_name_is_not_several_columns(read):
+    with pytest.raises(DataError, match=r"did you mean 'texts'\?"):
+        read('{"texts": "a"}\n' * 4, "a.jsonl", task="causal_lm")
+
+
 @pytest.mark.parametrize("header", ["text, label", "text,Label", "text,labels"])
 def test_a_missing_column_is_told_from_one_with_a_similar_name(header, read):
     with pytest.raises(DataError, match=rf"did you mean '{header.partition(',')[2]}'\?"):
