@@ -159,7 +159,7 @@ def test_calls_of_tools_are_learned_with_their_arguments(form, read):
 
 def test_empty_answers_are_counted(read):
     empty = [*MESSAGES[:2], {"role": "assistant", "content": " "}]
-    assert "2 of 3 answers are empty" in str(
+    assert "2 answers are empty" in str(
         read({"messages": [*empty, *empty]}, {"messages": MESSAGES})
     )
     with pytest.raises(DataError, match="a content must be a text or a list of parts, not 3"):
