@@ -141,6 +141,7 @@ class QuantizedLinear(nn.Linear):
 
     packed: nn.Parameter
     absmax: nn.Parameter
+    is_all_in_parameters = True  # see `packed_weight`
 
     def __init__(
         self, layer: nn.Module, kind: str = "nf4", device: torch.device | None = None
