@@ -195,8 +195,11 @@ def packed_weight(layer: nn.Module) -> tuple[str, Tensor] | None:
     """Returns the name and the tensor of a weight that a layer holds as packed integers.
 
     Layers of GPTQ, AWQ and HQQ have such weights. Their kernels keep further tensors and pointers
-    outside of parameters and buffers. None: `layer` itself has no such weight.
+    outside of parameters and buffers. None: `layer` itself has no such weight, or says by
+    `is_all_in_parameters` that it runs on any device and may be moved.
     """
+    if getattr(layer, "is_all_in_parameters", False):
+        return None
     buffers = layer._buffers
     packed = dict(buffers.items()).get("qweight")  # TorchScript's wrapper has no `get`
     for name, tensor in (*layer._parameters.items(), ("qweight", packed)):

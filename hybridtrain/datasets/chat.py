@@ -408,7 +408,7 @@ def _format_notes(
         notes.append(f"columns not used: {', '.join(unused[:8])}")
     answers = sum(chat.answers for chat in chats)
     if empty := sum(chat.empty for chat in chats):
-        notes.append(f"{empty:,} answers are empty")
+        notes.append(f"{empty:,} {'answer is' if empty == 1 else 'answers are'} empty")
     if without_end := sum(chat.without_end for chat in chats):
         notes.append(
             f"{without_end:,} of {answers:,} answers do not end with a special token, so the model "

@@ -67,15 +67,26 @@ class ChatFormat:
 
 def _turns(column: str) -> Callable[[Mapping[str, Any]], Any]:
     def messages(sample: Mapping[str, Any]) -> Any:
-        turns = sample[column]
+        turns = _listed(sample[column])
         system = sample.get("system")
         if not system or not isinstance(turns, list) or not turns:
             return turns
         first = turns[0] if isinstance(turns[0], dict) else {}
-        has_one = "system" in (first.get("role"), first.get("from"))
+        has_one = "system" in {str(first.get(key)).lower() for key in ("role", "from")}
         return turns if has_one else [{"role": "system", "content": system}, *turns]
 
     return messages
+
+
+def _listed(turns: Any) -> Any:
+    """Returns the messages in JSON text, or in a list of each field, as a list."""
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        return _from_json(turns, "the list of messages")
+    fields = [*turns.values()] if isinstance(turns, dict) else []
+    if all(isinstance(field, list) for field in fields) and len({*map(len, fields)}) == 1:
+        # as in older Parquet files
+        return [dict(zip(turns, row, strict=True)) for row in zip(*fields, strict=True)]
+    return turns
 
 
 def _pair(asked: str, answered: str) -> ChatFormat:
@@ -179,11 +190,6 @@ def plain_messages(turns: Any) -> list[Message] | None:
     Raises:
         DataError: a role is unknown, a part of a content is not a text, or a call is not JSON.
     """
-    if isinstance(turns, str) and turns.lstrip().startswith("["):
-        turns = _from_json(turns, "the list of messages")
-    if isinstance(turns, dict) and all(isinstance(column, list) for column in turns.values()):
-        # older Parquet files have a list of each field
-        turns = [dict(zip(turns, row, strict=True)) for row in zip(*turns.values(), strict=True)]
     if not isinstance(turns, list) or not turns:
         return None
     messages = []

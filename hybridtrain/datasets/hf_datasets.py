@@ -838,7 +838,10 @@ def number_classes(
         else:
             meaning[split] = {value: value for value in split_values}
     every = [*values["train"], *values["eval"]]
-    if source.numbers_are_texts and (numbers := as_numbers(every)) is not None:
+    # of the classes 1, 2 and other, "1" is the first one, also in samples without the last one
+    are_names = classes is not None and as_numbers(classes) is None and {*every} <= {*classes}
+    numbers = as_numbers(every) if source.numbers_are_texts and not are_names else None
+    if numbers is not None:
         as_number = dict(zip(every, numbers, strict=True))
         meaning = {
             split: {v: as_number[v] for v in split_values} for split, split_values in values.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -208,7 +209,8 @@ def check_columns(
                 close = closest(column.strip(), {name.strip(): name for name in dtypes})
                 close = next((name for name in dtypes if name.strip() == close), None)
                 hint = f"; did you mean {close!r}?" if close else ""
-                if len(dtypes) == 1 and column in next(iter(dtypes)):
+                only = next(iter(dtypes)).strip() if len(dtypes) == 1 else column
+                if only != column and re.search(rf"\b{re.escape(column)}\b", only):
                     hint = f"; if that is several columns, {argument('separator')} divides them"
                 raise DataError(
                     f"{setting(key, column)}: the {split} split has no such column; it has "

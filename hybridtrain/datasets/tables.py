@@ -14,12 +14,15 @@ import codecs
 import csv
 import glob
 import gzip
+import io
 import itertools
 import json
 import logging
 import math
 import os
 import re
+import shlex
+import tokenize
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,6 +52,8 @@ _DECIMAL_COMMA = re.compile(r"\s*[+-]?\d[\d.\s]*,\d+\s*")
 # the lines that a header with line breaks in quotes may have
 _HEADER_LINES = 20
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9]\d*)")
+# two quotes that may be the end of a text and the begin of the next one
+_PERHAPS_NO_COMMA = re.compile(r"""["']\s*["']""")
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 
 
@@ -354,13 +359,16 @@ def _checked(path: Path, kind: str, separator: str | None) -> _Scan:
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     except UnicodeDecodeError as error:
+        is_compressed, place = path.suffix.lower() == ".gz", shlex.quote(str(path))
         with open(path, "rb") as raw:
-            utf16 = raw.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        encoding = "UTF-16" if utf16 else "WINDOWS-1252"
+            head = (gzip.GzipFile(fileobj=raw) if is_compressed else raw).read(2)
+        utf16 = head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        command = f"iconv -f {'UTF-16' if utf16 else 'WINDOWS-1252'} -t UTF-8"
+        command = f"gzip -dc {place} | {command}" if is_compressed else f"{command} {place}"
         perhaps = "" if utf16 else ", if it is from Windows or an older Excel"
         raise DataError(
             f"{path} cannot be read: it is not UTF-8 ({error}): convert it, by "
-            f"`iconv -f {encoding} -t UTF-8 {path} > new{path.suffix}`{perhaps}"
+            f"`{command} > new{_suffix(path)}`{perhaps}"
         ) from error
 
 
@@ -532,6 +540,9 @@ def with_lists(table: Table, columns: Sequence[str]) -> Table:
 
     CSV has no lists; pandas and other tools write them as text. A column with another text, and a
     missing one, stays as it is.
+
+    Raises:
+        DataError: a column mixes texts with other values.
     """
     splits = dict(table.splits)
     for split, samples in table.splits.items():
@@ -541,17 +552,35 @@ def with_lists(table: Table, columns: Sequence[str]) -> Table:
                 continue
             lists = [_list_in(text) for text in samples[column]]
             if all(value is not None for value in lists):
+                kinds = {type(item) for value in lists for item in value or ()}
+                if str in kinds and len(kinds) > 1:
+                    raise DataError(
+                        f"the column {column} of the {split} split has lists of texts and of other "
+                        "values: write all of them in quotes"
+                    )
                 samples = samples.remove_columns([column]).add_column(column, lists)
         splits[split] = samples
     return replace(table, splits=splits)
 
 
 def _list_in(text: str | None) -> list[Any] | None:
+    text = (text or "").strip()
     try:
-        value = ast.literal_eval((text or "").strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        value = ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return [*value] if isinstance(value, list | tuple) else None
+    if not isinstance(value, list | tuple) or _has_no_comma(text):
+        return None
+    return [*value]
+
+
+def _has_no_comma(text: str) -> bool:
+    """Returns whether two texts follow each other, as in NumPy's `['a' 'b']`: Python joins them."""
+    if not _PERHAPS_NO_COMMA.search(text):
+        return False
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    kinds = [token.type for token in tokens if token.type != tokenize.NL]
+    return (tokenize.STRING, tokenize.STRING) in itertools.pairwise(kinds)
 
 
 def check_complete(

@@ -12,8 +12,9 @@ from hybridtrain.errors import ConfigError, setting
 
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 
-# Scores are added as whole multiples of its inverse: the sum does not depend on the order.
-_UNIT = 1 << 40
+# Scores are added as whole multiples of its inverse, so that the sum does not depend on the order.
+# An int64 holds the sum of two billion scores of 1, or of 21 million scores of 100.
+_UNIT = 1 << 32
 
 
 class OfTexts(nn.Module):

@@ -141,6 +141,7 @@ class QuantizedLinear(nn.Linear):
 
     packed: nn.Parameter
     absmax: nn.Parameter
+    is_all_in_parameters = True  # see `packed_weight`
 
     def __init__(
         self, layer: nn.Module, kind: str = "nf4", device: torch.device | None = None
@@ -356,7 +357,8 @@ def describe_quantization(net: nn.Module) -> str:
 def describe_plain_weights(net: nn.Module) -> str:
     """Returns, in words, which share of the frozen weights is not quantized.
 
-    Shares are of the bytes of the plain model. The text is empty if no layer is quantized.
+    Shares are of the bytes of the plain model. The text is empty if no layer is quantized, or all
+    frozen weights are.
     """
     layers = quantized_weights(net).values()
     if not layers:
@@ -368,6 +370,8 @@ def describe_plain_weights(net: nn.Module) -> str:
         if parameter is not None and not parameter.requires_grad
         if not (isinstance(module, QuantizedLinear) and name in module.stored)
     }
+    if not plain:
+        return ""
     by_class = Counter[str]()
     for name, size in plain.values():
         by_class[name] += size

@@ -142,8 +142,7 @@ class Runner:
             log.warning(_ONE_ROW, type(net).__name__)
         of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if kind.join is None and len(call.sizes) > 1:
-            kind.join = self._proved(model, call, wants_gradients)
-            numbers = [place for place, rule in enumerate(kind.join.rules) if rule]
+            kind.join, numbers = self._proved(model, call, wants_gradients)
             if model.planned.head.names and len(numbers) == 1 and not _is_in_fp16(self.world):
                 # or the first step would have the logits; if it is wrong, the forwards run again
                 kind.loss = numbers[0]
@@ -178,7 +177,9 @@ class Runner:
             log.info("pipelined(%s): %s", type(self.net).__name__, self._model.plan)
         return self._model
 
-    def _proved(self, model: HybridModel, call: Call, trains: bool) -> Join:
+    def _proved(self, model: HybridModel, call: Call, trains: bool) -> tuple[Join, list[int]]:
+        """Returns how outputs are joined, and which of them are numbers with a gradient."""
+        numbers: set[int] = set()
         has_gradients = trains and any(p.requires_grad for p in self.net.parameters())
 
         def head(_: int, output: Any) -> HeadOutput:
@@ -190,12 +191,15 @@ class Runner:
                 return model.run_microbatches([inputs], head, trains=False)[0]
 
         def gradient(number: int, inputs: Any) -> Tensor | None:
-            return gradient_of_number(model, inputs, number) if has_gradients else None
+            found = gradient_of_number(model, inputs, number) if has_gradients else None
+            if found is not None:
+                numbers.add(number)
+            return found
 
         step = model.rng.step
         try:
             with model.evaluating(), torch.random.fork_rng():
-                return proved(call, Runs(output, gradient), rules_for(self.net))
+                return proved(call, Runs(output, gradient), rules_for(self.net)), [*numbers]
         finally:
             model.rng.step = step
 

@@ -114,7 +114,7 @@ class PricedPlans:
             "per batch to the host and back"
         )
         if self.hardware.host_copies is not None:
-            return f"{text}, of which {best.copies_ms:.1f} ms of the step are exposed"
+            return f"{text}; the step waits {best.copies_ms:.1f} ms for these copies"
         rate = max(moved) * self.work.accumulate / (best.pipeline_ms / 1e3)
         return (
             f"{text}; the predicted times leave out these copies, which are hidden if the link "

@@ -205,7 +205,7 @@ class _CopyLane:
     def __init__(self, schedule: Schedule, times: CopyTimes) -> None:
         self._copies = offload_copies(schedule, times.offloading)
         self._times = times
-        self._is_alone = times.offloading == "overlapped"  # in parallel
+        self._overlaps = times.offloading == "overlapped"
         self._clocks = {False: 0.0, True: 0.0}  # of each direction, by `CopySpan.back`
         self._left: list[float] = []  # when what left after each action is away
         self._away: dict[Held, float] = {}
@@ -220,13 +220,13 @@ class _CopyLane:
             free: when the device has ended its action before.
             start: when its inputs are there and the device is free.
         """
-        if self._is_alone and len(self._left) > 1:  # else more would be on the device
+        if self._overlaps and len(self._left) > 1:  # else more would be on the device
             free = max(free, self._left[-2])
             start = max(start, free)
         for held in self._copies[action].back:
-            begin = max(free, self._away.pop(held, 0.0)) if self._is_alone else start
+            begin = max(free, self._away.pop(held, 0.0)) if self._overlaps else start
             self._there[held] = end = self._copy(held, True, begin)
-            if not self._is_alone:
+            if not self._overlaps:
                 start = end
         return max(start, self._there.get(action[1:], 0.0)) if action.kind != "F" else start
 
@@ -237,7 +237,7 @@ class _CopyLane:
             self._away[away] = self._copy(away, False, end)
         left = self._clocks[False]
         self._left.append(left)
-        return end if self._is_alone else max(end, left)
+        return end if self._overlaps else max(end, left)
 
     def _copy(self, held: Held, back: bool, ready: float) -> float:
         """Copies as soon as its direction is free, and returns when that is done."""
@@ -270,8 +270,9 @@ def _mean_copies(measured: Spans, stages: int, offloading: Offloading) -> CopyTi
     times: dict[bool, list[dict[int, float]]]
     times = {back: [{} for _ in range(stages)] for back in (False, True)}
     lanes = copies_of(measured)
-    for copy in (copy for lane in lanes for copy in lane):
-        times[copy.back][copy.stage][copy.microbatch] = copy.end - copy.start
+    for lane in lanes:
+        for copy in lane:
+            times[copy.back][copy.stage][copy.microbatch] = copy.end - copy.start
     away, back = (tuple(map(_mean, times[back])) for back in (False, True))
     return CopyTimes(away, back, offloading=offloading) if lanes else None
 

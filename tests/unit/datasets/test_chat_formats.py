@@ -35,6 +35,11 @@ SAME = {
         "messages": [{**m, "content": [{"text": {"value": m["content"]}}]} for m in MESSAGES]
     },
     "JSON text": {"messages": json.dumps(MESSAGES)},
+    "JSON text with a column system": {"messages": json.dumps(MESSAGES[1:]), "system": "very"},
+    "System, with a column system": {
+        "messages": [{**MESSAGES[0], "role": "System"}, *MESSAGES[1:]],
+        "system": "other",
+    },
     "columns in a list": {"messages": {"role": [*dict(TURNS)], "content": [*dict(TURNS).values()]}},
     "ShareGPT's names as roles": {
         "messages": [

@@ -51,6 +51,12 @@ def test_lists_that_are_texts_in_a_csv_are_lists(quote, tokenizer, tmp_path):
     data = hf_datasets(str(path), tokenizer, task="multilabel", eval_path=str(path))
     assert data.metadata["classes"] == ["fun", "new", "old"]
     assert data.train[0][1].tolist() == [1, 1, 0]
+    path.write_text("text;label\n" + "good;['new' 'fun']\n" * 2)  # as NumPy writes it
+    with pytest.raises(DataError, match=r"a list of classes, such as \[\"a\", \"b\"\], but"):
+        hf_datasets(str(path), tokenizer, task="multilabel", eval_path=str(path))
+    path.write_text("text;label\n" + "good;['new', ' ']\ngood;[1]\n")
+    with pytest.raises(DataError, match="column label of the train split has lists of texts and"):
+        hf_datasets(str(path), tokenizer, task="multilabel", eval_path=str(path))
     path.write_text("text;label\n" + "good;[0, 1, 1]\ngood;[1, 0, 0]\n")
     data = hf_datasets(str(path), tokenizer, task="multilabel", eval_path=str(path))
     assert data.train[0][1].tolist() == [0, 1, 1]

@@ -15,6 +15,7 @@ from torch import nn
 from hybridtrain import HybridModel
 from hybridtrain._base.adapter import adapter_of
 from hybridtrain._base.construction import construct_part, construct_without
+from hybridtrain._base.tensors import packed_weight
 from hybridtrain.checkpoint import CheckpointStore, init_from, restore_checkpoint, save_checkpoint
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.loss import cross_entropy
@@ -383,6 +384,12 @@ def test_quantized_blocks_are_opened_and_split_by_their_bytes():
     sizes = [sum(s.weights for s in layer_sizes(stage.layers)) for stage in model.stages]
     assert max(sizes) < 1.25 * min(sizes)
     assert sum(sizes) == sum(p.nbytes for p in [*model.net.parameters(), *model.net.buffers()])
+
+
+def test_a_quantized_layer_itself_runs_where_its_cost_is_found_and_it_may_be_moved():
+    net = quantize(chain())
+    assert len(quantized_weights(net)) > 1
+    assert all(packed_weight(layer) is None for layer in net.modules())
 
 
 def test_what_cannot_be_quantized_is_one_line_with_the_way_out(monkeypatch):
