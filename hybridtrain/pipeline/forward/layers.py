@@ -132,7 +132,7 @@ class LayersOfStage:
         rng: seeds their random operations.
         recomputed: the indices, in the model, of the layers that are always recomputed.
         compiled: whether layers are compiled.
-        static: compile them for each shape anew, so that a second run uses the code of the first.
+        static: compile them again for each shape, so that a second run uses the code of the first.
         clone_inputs: keep copies of the inputs of a recomputed layer, because some layer works in
             place.
         tied: the identities of parameters that stages share.

@@ -1,6 +1,6 @@
 """A stage of a pipeline that runs the model's own forward.
 
-Its layers run inside of `Trip`s. The stage has what belongs to a device: the layers' parameters,
+Its layers run inside `Trip`s. The stage has what belongs to a device: the layers' parameters,
 their state, and the backwards of micro-batches in flight.
 """
 
