@@ -178,7 +178,7 @@ class LayersOfStage:
             self._calls.append(own_call(layer.module))
 
     def follow_compiled(self) -> None:
-        """Runs layers that the caller has compiled since the last step (`module.compile()`) so.
+        """Runs layers compiled if the caller has called `module.compile()` since the last step.
 
         Compiling replaces what a call of the module does, and so the `LayerCall`.
         """
@@ -341,7 +341,7 @@ class LayersOfStage:
 
     @contextmanager
     def _in_state(self, piece: Piece, position: int) -> Iterator[None]:
-        """Surrounds the forward of a layer, and its recomputation."""
+        """Wraps the forward of a layer, and its recomputation."""
         restored: AbstractContextManager[None] = _NONE
         if piece.snapshot is not None:
             restored = self.state.restored(piece.snapshot)

@@ -202,7 +202,7 @@ class Trip(StageValues):
         """Returns the place of the next call of a module with several; None: no further one."""
         if torch._C._functorch.maybe_current_level() is not None:
             return None  # no stage can begin inside a transform
-        # a call that was skipped on another path moves no later call back to an earlier stage
+        # if the forward skipped a call, the next one must not return to an earlier stage
         call = self._calls.get(id(module), 0)
         while call < len(places) and places[call].stage < self.stage:
             call += 1
