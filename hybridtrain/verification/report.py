@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from hybridtrain.world import World
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
-"""By precision, the tolerance for numbers summed in a different order, relative to the largest entry
+"""By precision, tolerance for numbers summed in a different order, relative to the largest entry
 of the tensor. In half precision, the last bit of a weight can change the rounding of an activation,
 which has 8 or 11 bits.
 """
