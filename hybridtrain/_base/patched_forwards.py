@@ -1,7 +1,7 @@
 """Functions in attributes of modules, such as a patched `forward`, in a copy of the modules.
 
 `copy.deepcopy` does not copy functions, so a patch that calls the old forward of its model would
-run the original inside of the copy:
+run the original inside the copy:
 
     old = model.forward
     model.forward = lambda **inputs: old(**inputs).loss
@@ -98,7 +98,7 @@ def _cells(function: FunctionType) -> Iterator[tuple[str, CellType]]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yields the names of globals and attributes in a function, and in functions inside of it."""
+    """Yields the names of globals and attributes in a function, and in functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -32,7 +32,7 @@ def load_yaml(text: str) -> Any:
 def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
     """Returns the number of values of a node; an alias counts its values again."""
     if id(node) not in sizes:
-        sizes[id(node)] = MOST_VALUES + 1  # a node inside of itself
+        sizes[id(node)] = MOST_VALUES + 1  # a node inside itself
         inner: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]

@@ -328,7 +328,7 @@ def _write(
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Returns the values in C order, as bytes; copies only a tensor in another order or device."""
+    """Returns the values in C order, as bytes; copies only if order or device differ."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # another thread may read while autograd runs in this one: only access memory
     return plain.reshape(-1).view(torch.uint8).numpy().data

@@ -490,7 +490,7 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
 def grouped(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
     """Returns the order of an epoch with samples of similar length in each batch.
 
-    It sorts pools of 50 batches by length and cuts them into batches, whose order is drawn anew. An
+    It sorts pools of 50 batches by length and cuts them into batches, whose order is shuffled. An
     incomplete last batch keeps its samples, which the permutation has drawn.
 
     Args:

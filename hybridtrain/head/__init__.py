@@ -3,7 +3,7 @@
 choice        which linear layer is the head, and whether its loss needs the logits
 calls         the calls of the head, which return
 lazy_logits   a value that knows hidden states and weight, and takes part in operations
-chunked_loss  the cross-entropy of these, by chunks of logits
+chunked_loss  the cross-entropy of these, in chunks of logits
 """
 
 from hybridtrain.head.calls import HeadCall, install, lazily

@@ -1,7 +1,7 @@
 """The calls of a model's head, which return `LazyLogits` where a loss may follow.
 
 `install` makes `module(...)` of a linear layer a `HeadCall`: its hooks and forward run as always,
-but inside of `lazily()` its product is lazy. Everywhere else the call is the module's own.
+but inside `lazily()` its product is lazy. Everywhere else the call is the module's own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def install(net: nn.Module, names: Collection[str]) -> None:
     """Makes the calls of these modules of a model, and of no others, those of the head.
 
     A module that the caller has compiled stays as it is. What else replaces the call of a module
-    has an attribute `compiled`, which is the call inside of it.
+    has an attribute `compiled`, which is the call inside it.
     """
     for name, module in net.named_modules():
         outer: Any = compiled_call(module)

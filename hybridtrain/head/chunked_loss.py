@@ -2,11 +2,11 @@
 
     losses  =  input part  +  weight part       two autograd nodes, for a backward in two parts
 
-    forward              by chunks of tokens: logits, their log-sum-exp, the losses, and the
+    forward              in chunks of tokens: logits, their log-sum-exp, the losses, and the
                          gradient of the hidden states
     in between           hidden states, their gradient, one float per token
     backward to inputs   scales the gradient that it has: no product, the stage before need not wait
-    backward to weights  by chunks of classes: the logits again, and the gradient of these rows of
+    backward to weights  in chunks of classes: the logits again, and the gradient of these rows of
                          the weight, each in one product over all tokens
 
 Products have the dtype of the plain layer; all else is computed in float32. The sizes of chunks

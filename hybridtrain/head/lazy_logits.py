@@ -3,7 +3,7 @@
     hidden ── head ──> LazyLogits ── .float() ──> LazyLogits ── [..., :-1, :] ──> LazyLogits
                                                                                      │
                                                      cross_entropy: the loss without logits
-                                                     argmax: by chunks
+                                                     argmax: in chunks
                                                      anything else: makes the logits, once
 
 A `LazyLogits` is a tensor of the right shape and dtype without memory. Operations on tokens alone

@@ -171,7 +171,7 @@ def second_signal_ends(
 ) -> AbstractContextManager[None] | None:
     """Returns a block that a second signal ends, with the process, if it does not end in seconds.
 
-    None outside of the main thread, and inside of such a block.
+    None outside of the main thread, and inside such a block.
 
     Args:
         numbers: the signals that count; None for Ctrl-C if it has Python's default handler, since a

@@ -146,7 +146,7 @@ class LayerWatch:
 
         def on_begin(module: nn.Module, args: Any) -> None:
             nonlocal following
-            # no stage can begin inside of vmap or grad
+            # no stage can begin inside vmap or grad
             if running or torch._C._functorch.maybe_current_level() is not None:
                 return
             for layer in range(following, len(self.modules)):

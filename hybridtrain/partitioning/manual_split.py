@@ -274,7 +274,7 @@ def _own_state(module: nn.Module) -> list[Tensor]:
 def _marks_in(
     module: nn.Module, around: int | None = None
 ) -> Iterator[tuple[nn.Module, int | None]]:
-    """Yields `module` and all modules in it, each with its mark or its parent's."""
+    """Yields `module` and all modules in it, each with its own mark or else its parent's."""
     mark = _mark(module, around)
     yield module, mark
     for child in module.children():

@@ -369,7 +369,7 @@ class _Recorder(TorchFunctionMode):
     def _begin(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             if torch._C._functorch.maybe_current_level() is not None:
-                return  # no stage can begin inside of vmap or grad
+                return  # no stage can begin inside vmap or grad
             self._events += 1
             call = Call(name, self._events)
             self._stack[-1].parts.append(call)

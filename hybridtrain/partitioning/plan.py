@@ -272,7 +272,7 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
 
 
 def _are_of_one_model(names: Sequence[str], others: Sequence[str]) -> bool:
-    """Returns whether each name is among the others, contains one of them, or is inside of one."""
+    """Returns whether each name is among the others, contains one of them, or is inside one."""
 
     def fits(name: str, others: Sequence[str]) -> bool:
         return any(f"{a}.".startswith(f"{b}.") for o in others for a, b in ((name, o), (o, name)))

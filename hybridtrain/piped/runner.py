@@ -256,7 +256,7 @@ def refuse_hooks(model: HybridModel) -> None:
 
 
 def refuse_wrapped() -> None:
-    """Refuses a call from inside of DistributedDataParallel.
+    """Refuses a call from inside DistributedDataParallel.
 
     Raises:
         ConfigError: DDP is around the model, or around a model that contains it.

@@ -309,7 +309,7 @@ def gradient_of_number(model: HybridModel, inputs: Any, number: int) -> Tensor |
 class Kept:
     """The output of a micro-batch whose lazy logits stay lazy after its forward.
 
-    A pipeline looks for them in what its head returns, but not inside of this.
+    A pipeline looks for them in what its head returns, but not inside this.
 
     Args:
         output: the output.

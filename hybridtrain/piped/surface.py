@@ -1,8 +1,8 @@
 """A pipelined model is the model: the same object, whose class is a subclass of the same name.
 
 The subclass sends calls to a `Runner`, in two places. `forward` is a data descriptor, so whoever
-patches `model.forward` later changes what runs inside of the pipeline, and nobody who calls
-`model.forward(...)` directly goes around it. `__call__` leaves out the model's own hooks inside of
+patches `model.forward` later changes what runs inside the pipeline, and nobody who calls
+`model.forward(...)` directly goes around it. `__call__` leaves out the model's own hooks inside
 the pipeline, because they have seen the batch before it.
 
     model(x) -> hooks -> [forward] -> Runner -> stages -> __call__ -> forward as assigned
@@ -63,7 +63,7 @@ class _Forward:
         net.__dict__.pop("forward", None)
 
     def assigned(self, net: Any) -> Any:
-        """Returns the forward that runs inside of the pipeline."""
+        """Returns the forward that runs inside the pipeline."""
         return net.__dict__.get("forward") or self._plain.forward.__get__(net)
 
     def _entry(self, net: Any) -> Any:

@@ -100,7 +100,7 @@ def unpipelined(model: Net) -> Net:
 
 
 def is_pipelined(model: nn.Module) -> bool:
-    """Returns whether `model` itself has been pipelined, not a module inside of it."""
+    """Returns whether `model` itself has been pipelined, not a module inside it."""
     return runner_of(model) is not None
 
 

@@ -95,7 +95,7 @@ class LayerRNG:
         return cls(seed, world.owned_replicas.start, probes_compiled, generator)
 
     def follow(self, units: Sequence[tuple[int, int]]) -> None:
-        """Takes the places of the layers, once the model is split.
+        """Sets the places of the layers in the forward, once the model is split.
 
         Args:
             units: for each layer, its unit and its index among the unit's pieces.

@@ -606,7 +606,7 @@ def unpack(packed: PackedTensor) -> Tensor:
 def saving() -> Iterator[None]:
     """Lets what autograd saves in this thread leave its device.
 
-    The hooks are two functions of the module, because compiled code is compiled anew for others.
+    The hooks are two functions of the module, because compiled code is compiled again for others.
     """
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack), allowing_torch_func():
         yield

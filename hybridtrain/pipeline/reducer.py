@@ -314,7 +314,7 @@ _ALIGNED_BYTES = 16
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """Returns the L2 norm of each gradient.
 
-    On GPUs, the kernel adds up in another order if a tensor does not begin at a multiple of 16
+    On GPUs, the kernel adds up in a different order if a tensor does not begin at a multiple of 16
     bytes (PyTorch's ForeachReduceOp.cu). In DDP's buckets that depends on the other gradients of a
     bucket, and so on the stages and processes. So such gradients are copied: memory of their own is
     aligned.

@@ -266,7 +266,7 @@ class DistributedModel(nn.Module):
         Raises:
             UserError: called inside a step.
         """
-        refuse_in_body("model.no_sync()")  # the blocks of several bodies would end in another order
+        refuse_in_body("model.no_sync()")  # the blocks of several bodies could end out of order
         previous_syncs, self._syncs = self._syncs, False
         try:
             yield

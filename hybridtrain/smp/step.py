@@ -186,7 +186,7 @@ class _Step:
             for body in bodies:
                 body.abandon()
             if not is_done:
-                set_flags(flags_before)  # bodies that end in another order may leave them changed
+                set_flags(flags_before)  # bodies that end out of order may leave them changed
         self._is_checked = True
         model.run_post_step_hooks()
         return collected(shared(values, runtime.world, drawn_from), cut.samples)

@@ -5,7 +5,7 @@
     loss_proof     the loss of samples with those of their parts   the first step of a loss
     joining        outputs for two numbers of samples              the first output of its kind
 
-Two more run inside of steps, where the values are that they compare: `pipeline.recomputation_proof`
+Two more run inside steps, where the values are that they compare: `pipeline.recomputation_proof`
 and, over processes, `pipeline.agreement`.
 """
 

@@ -61,7 +61,7 @@ log = logging.getLogger("hybridtrain")
 
 TOLERANCE = 1e-5
 """The relative difference allowed for gradients of parameters that several processes share, because
-they are added up in another order."""
+they are added up in a different order."""
 
 
 class _Skipped(Exception):
@@ -229,7 +229,7 @@ class _Run:
         self._model = model
         self._net = model.net
         self.not_compared: set[str] = set()
-        self._tied: set[str] = set()  # parameters whose gradients are added up in another order
+        self._tied: set[str] = set()  # parameters whose gradients are added up in a different order
         self._device = model.world.devices[-1]
         # without the options that concern only replicas, memory or compiled code
         self._options = replace(

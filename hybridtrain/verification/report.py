@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from hybridtrain.world import World
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
-"""By precision, the tolerance for numbers summed in another order, relative to the largest entry of
-the tensor. In half precision, the last bit of a weight can change the rounding of an activation,
+"""By precision, tolerance for numbers summed in a different order, relative to the largest entry
+of the tensor. In half precision, the last bit of a weight can change the rounding of an activation,
 which has 8 or 11 bits.
 """
 
@@ -99,7 +99,7 @@ class Verification:
 
     Attributes:
         kinds: the comparison of each kind of number, by name.
-        tolerance: the tolerance for numbers summed in another order.
+        tolerance: the tolerance for numbers summed in a different order.
         reasons: why the order of some sums differs here.
         first: the first layer, in forward order, with an output that differs by more than the
             tolerance; None without one, or if only the backward differs.

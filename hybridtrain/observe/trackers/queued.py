@@ -90,7 +90,7 @@ class QueuedTracker(Tracker):
         raise NotImplementedError
 
     def on_start(self, run: Run) -> None:
-        """Starts the thread, which begins or continues the run at the service."""
+        """Starts the thread, which begins or resumes the run at the tracking service."""
         self._waiting, self._error, self.failed = Queue(_MOST_WAITING), None, False
         self._deadline = None
         self.directory.mkdir(parents=True, exist_ok=True)

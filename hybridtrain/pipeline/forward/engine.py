@@ -125,7 +125,7 @@ class ForwardEngine:
             if not isinstance(compiled_call(module), LayerCall | None):
                 raise ConfigError(
                     f"{name or type(module).__name__} has been compiled, but the model is cut "
-                    f"inside of it: compile its layers, or set {argument('compile')}"
+                    f"inside it: compile its layers, or set {argument('compile')}"
                 )
         modes = CallerModes.capture()
         # a mode is the caller's object and may have state, which two threads must not share
@@ -146,7 +146,7 @@ class ForwardEngine:
         if self._gpus:
             sync_streams(self._gpus, before=False, values=run.values)
         failure, run.failure = run.failure, None
-        del run.first  # a circle of references, which would keep the outputs
+        del run.first  # a reference cycle, which would keep the outputs
         if failure is None:
             run.finish()
             return run.values

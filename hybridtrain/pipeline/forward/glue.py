@@ -164,7 +164,7 @@ class Glue(TorchFunctionMode):
         self.is_off = False
 
     def forget_trip(self) -> None:
-        """Ends the circle of references between the trip and this."""
+        """Breaks the reference cycle between the trip and this object."""
         self._trip = None
 
     @contextmanager

@@ -132,7 +132,7 @@ class LayersOfStage:
         rng: seeds their random operations.
         recomputed: the indices, in the model, of the layers that are always recomputed.
         compiled: whether layers are compiled.
-        static: compile them for each shape anew, so that a second run uses the code of the first.
+        static: compile them again for each shape, so that a second run uses the code of the first.
         clone_inputs: keep copies of the inputs of a recomputed layer, because some layer works in
             place.
         tied: the identities of parameters that stages share.
@@ -178,7 +178,7 @@ class LayersOfStage:
             self._calls.append(own_call(layer.module))
 
     def follow_compiled(self) -> None:
-        """Runs layers that the caller has compiled since the last step (`module.compile()`) so.
+        """Runs layers compiled if the caller has called `module.compile()` since the last step.
 
         Compiling replaces what a call of the module does, and so the `LayerCall`.
         """
@@ -341,7 +341,7 @@ class LayersOfStage:
 
     @contextmanager
     def _in_state(self, piece: Piece, position: int) -> Iterator[None]:
-        """Surrounds the forward of a layer, and its recomputation."""
+        """Wraps the forward of a layer, and its recomputation."""
         restored: AbstractContextManager[None] = _NONE
         if piece.snapshot is not None:
             restored = self.state.restored(piece.snapshot)

@@ -75,10 +75,10 @@ class Transport(Protocol):
         ...
 
     def agree(self, rehearsals: Sequence[Rehearsal]) -> None:
-        """Checks, in the first step of a kind, that all processes have rehearsed alike.
+        """Checks, in the first step of a kind, that all processes have the same rehearsals.
 
         Raises:
-            SplitError: one will take another path, so it would wait for what nobody sends.
+            SplitError: they differ, so a process would wait for a message that none sends.
         """
 
     def wire(

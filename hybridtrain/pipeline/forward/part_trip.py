@@ -750,7 +750,7 @@ def _zeros(tensor: Tensor) -> Tensor:
 def _left_otherwise() -> SplitError:
     return SplitError(
         "a layer leaves a value otherwise than by its output, as by a hook, an attribute or a "
-        "list, or in an output of a class that cannot be taken apart, and the forward uses it "
+        "list, or in an output of a class that cannot be unpacked, and the forward uses it "
         f"between layers: with {setting('engine', 'distributed')} the processes of other stages do "
         "not run the layer, and lack the value. Return it from the layer, in a tuple, a dict or a "
         f"dataclass, or use {setting('engine', 'local')}"
@@ -759,7 +759,7 @@ def _left_otherwise() -> SplitError:
 
 def _asks_for_a_number() -> SplitError:
     return SplitError(
-        "the forward asks for a number of a value, as by item(), float(), bool() or a comparison "
+        "the forward reads the value of a tensor, as by item(), float(), bool() or a comparison "
         f"in an if: with {setting('engine', 'distributed')} other processes do not have the value. "
         "Compute with the tensor instead, move the code into the layer that makes it, or use "
         f"{setting('engine', 'local')}"

@@ -1,6 +1,6 @@
 """A stage of a pipeline that runs the model's own forward.
 
-Its layers run inside of `Trip`s. The stage has what belongs to a device: the layers' parameters,
+Its layers run inside `Trip`s. The stage has what belongs to a device: the layers' parameters,
 their state, and the backwards of micro-batches in flight.
 """
 
@@ -208,7 +208,7 @@ class ForwardStage:
         return in_flight.gradients_before() if in_flight.aliases else []
 
     def backward_to_weights(self, microbatch: int, reduce: bool) -> None:
-        """Runs the part of a backward that its first part has left."""
+        """Runs the second part of a backward, after `backward_to_input`."""
         self._backward.to_weights(microbatch, reduce, self._explain)
 
     def _explain(self, error: RuntimeError) -> None:

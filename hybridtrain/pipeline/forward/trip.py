@@ -188,7 +188,7 @@ class Trip(StageValues):
         self._head = head(output)
 
     def _end(self) -> None:
-        """Drops what would be a circle of references: the graph's cuts hold this trip."""
+        """Breaks reference cycles: the cuts in the graph hold this trip."""
         self._enter_stage = self._leave_stage = _no_stage
         self._head = None
         if not self._last:
@@ -201,8 +201,8 @@ class Trip(StageValues):
     def place_of_call(self, module: nn.Module, places: Sequence[Place]) -> Place | None:
         """Returns the place of the next call of a module with several; None: no further one."""
         if torch._C._functorch.maybe_current_level() is not None:
-            return None  # no stage can begin inside of a transform
-        # a call that was skipped on another path moves no later call back to an earlier stage
+            return None  # no stage can begin inside a transform
+        # if the forward skipped a call, the next one must not return to an earlier stage
         call = self._calls.get(id(module), 0)
         while call < len(places) and places[call].stage < self.stage:
             call += 1
