@@ -166,9 +166,18 @@ def log_of_other_files() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def schedules_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgets the schedules that a test registers, which `auto` would search in other tests."""
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+def schedules_of_one_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves a test the package's schedules and those of its file, so that `auto` searches no more.
+
+    What it registers itself is forgotten at its end.
+    """
+    here = request.module.__name__
+    known = {
+        name: entry
+        for name, entry in registry._REGISTERED.items()
+        if entry.builder.__module__ == here or entry.builder.__module__.startswith("hybridtrain.")
+    }
+    monkeypatch.setattr(registry, "_REGISTERED", known)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_a_plan_for_hardware_prices_the_copies_or_says_how_to_measure_them(
     words = [*SMALL, *MANY, "data.batch_size=256", "pipeline.offload=all", "run_name=planned"]
     words += ["pipeline.nb_part=2", "hardware=h100", "hardware.devices_per_node=2"]
     said = succeed(capfd, "plan", *words)
-    assert "per batch to the host and back, of which " in said
+    assert "per batch to the host and back; the step waits " in said
     slow = succeed(capfd, "plan", *words, "hardware.to_host_bytes_per_s=1e6")
     assert "exposed copies to the host and back" in slow
     said = succeed(capfd, "plan", *words, "hardware.to_host_bytes_per_s=null")
