@@ -5,8 +5,8 @@ whole model on a device of two threads; the `Trainer` after `pipelined(model)`, 
 one thread each; and the recipe's command, also with two stages. Each runs in a process of its own.
 
 The conversations and novels are those of results_chat.py and results.py, the images Fashion-MNIST.
-All models start from random values. Results go to docs/assets/results_hf.json, and the table of
-docs/recipes.md is printed. What FOLDER has is not trained again. Needs `pip install rdata`.
+All models start from random values. Results go to docs/assets/results_hf.json, and a table is
+printed. What FOLDER has is not trained again. Needs `pip install rdata`.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def in_own_process(recipe: str, way: str) -> dict[str, Any]:
 
 
 def table(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Returns the table of docs/recipes.md."""
+    """Returns the results as a Markdown table."""
     lines = [
         [
             "recipe",
@@ -221,14 +221,14 @@ def main() -> None:
         return
     prepare()
     measured = {recipe: {way: in_own_process(recipe, way) for way in WAYS} for recipe in RECIPES}
-    kept = {
+    written = {
         recipe: {
             "words": [*COMMON, *RECIPES[recipe]],
             **{way: {**found, "losses": found["losses"][-10:]} for way, found in ways.items()},
         }
         for recipe, ways in measured.items()
     }
-    (results.ASSETS / "results_hf.json").write_text(json.dumps(kept, indent=1) + "\n")
+    (results.ASSETS / "results_hf.json").write_text(json.dumps(written, indent=1) + "\n")
     print(table(measured))
 
 

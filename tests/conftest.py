@@ -172,12 +172,12 @@ def schedules_of_one_test(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     What it registers itself is forgotten at its end.
     """
     here = request.module.__name__
-    known = {
+    schedules = {
         name: entry
         for name, entry in registry._REGISTERED.items()
         if entry.builder.__module__ == here or entry.builder.__module__.startswith("hybridtrain.")
     }
-    monkeypatch.setattr(registry, "_REGISTERED", known)
+    monkeypatch.setattr(registry, "_REGISTERED", schedules)
 
 
 @pytest.fixture

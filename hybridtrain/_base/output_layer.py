@@ -13,7 +13,7 @@ def output_embeddings(net: nn.Module) -> nn.Module | None:
 
 
 def head_modules(net: nn.Module) -> list[nn.Module]:
-    """Returns the modules outside of `net.base_model`, and those of `output_embeddings`.
+    """Returns the modules outside `net.base_model`, and the modules of `output_embeddings`.
 
     Empty for a model that has neither.
     """

@@ -213,7 +213,7 @@ def _evaluated_alone(
 ) -> DataSplits | None:
     """Returns the samples to evaluate on, with the classes of `metadata`.
 
-    If they have a place of their own, the data function gets it as that of the training samples.
+    If they have a place of their own, the data function gets that place as the training samples'.
     """
     settings = dict(arguments)
     for train, evaluation in evaluated.items():

@@ -3,7 +3,7 @@
 Tensors on GPUs are sent through NCCL, which runs the operations of a communicator one after
 another: a send waits for its receive, and everything behind it waits too. So each direction of an
 edge has its own communicator (`World.edge_groups`), and a late process delays only its own
-messages. Processes that are not neighbors, such as some with tied parameters, use that of the
+messages. Processes that are not neighbors, such as some with tied parameters, use the
 pipeline's group. Any division over communicators is safe, because all processes issue their
 messages in one order. All of them exist from the start of a run, and messages are batches: for a
 single send or receive, NCCL could create another communicator in the middle of the first step.

@@ -218,8 +218,8 @@ def _published(world: World, key: str, here: RankFacts) -> list[RankFacts]:
     assert world.watchdog is not None
     store = world.watchdog.store
     store.publish(key, json.dumps(asdict(here)))
-    known = {rank: RankFacts(**json.loads(text)) for rank, text in store.published(key).items()}
-    return [known.get(rank, RankFacts({}, "")) for rank in range(world.size)]
+    facts = {rank: RankFacts(**json.loads(text)) for rank, text in store.published(key).items()}
+    return [facts.get(rank, RankFacts({}, "")) for rank in range(world.size)]
 
 
 def _on_steps(check: SettingsCheck) -> RemovableHandle:

@@ -433,8 +433,8 @@ def offload_in_words(
         return None
     chosen = f"{setting('offload', best.layout.offload)} was chosen: without it"
     try:
-        kept = replace(choices, offload=["none"], nb_part=[best.layout.nb_part])
-        other = find_layouts(table, hardware, work, kept, best=1)[0]
+        without = replace(choices, offload=["none"], nb_part=[best.layout.nb_part])
+        other = find_layouts(table, hardware, work, without, best=1)[0]
     except SplitError:
         return f"{chosen} nothing fits"
     names = ("chunks", "schedule", "stages_per_device")

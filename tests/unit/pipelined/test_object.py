@@ -152,8 +152,9 @@ def test_frozen_parameters_get_no_gradient():
 
 def test_a_script_may_say_what_ddp_shall_leave_out():
     model = pipe()
-    model._ddp_params_and_buffers_to_ignore = []  # as TRL's with --ignore_bias_buffers
+    model._ddp_params_and_buffers_to_ignore = ["first.bias"]  # as TRL's --ignore_bias_buffers
     step(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_unpipelined_gives_the_plain_model_back():
