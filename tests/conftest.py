@@ -20,9 +20,6 @@ from tqdm import tqdm
 
 from hybridtrain.schedule import registry
 
-# Its default lock is shared with forked processes, and remains held by one that a test kills.
-tqdm.set_lock(threading.RLock())
-
 # An example may take any time: no verdict depends on how busy the machine is. The quick command
 # draws fewer than Hypothesis' 100.
 settings.register_profile("--all", deadline=None)
@@ -160,7 +157,13 @@ def _collections_leave_out_what_was_imported() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def log_of_other_files() -> Iterator[None]:
-    """Takes off what a run has hung onto the log, which the next file would write to."""
+    """Takes off what a run has hung onto the log, which the next file would write to.
+
+    Nor does the next file wait for the lock of the terminal's lines: the default one is shared with
+    forked processes, and remains held by one that is killed; any remains held by a thread whose bar
+    could not be drawn. Each compilation of PyTorch takes it.
+    """
+    tqdm.set_lock(threading.RLock())
     with logging_as_before():
         yield
 

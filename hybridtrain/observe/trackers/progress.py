@@ -57,6 +57,23 @@ class _Bar(tqdm):  # type: ignore[type-arg]
             form += _LEFT if values["total"] else _RUNNING
         return {**values, "prefix": text, "bar_format": form}
 
+    # tqdm's own methods keep the lock of all bars when the stream fails. The next thread that makes
+    # a bar would wait for ever; torch.compile makes one in each compilation.
+
+    def refresh(self, nolock: bool = False, lock_args: Any = None) -> bool | None:
+        """Draws the bar; see `tqdm.refresh`."""
+        if nolock or lock_args:
+            return super().refresh(nolock, lock_args)
+        with self.get_lock():
+            return super().refresh(nolock=True)
+
+    def clear(self, nolock: bool = False) -> None:
+        """Removes the bar from the screen; see `tqdm.clear`."""
+        if nolock:
+            return super().clear(nolock)
+        with self.get_lock():
+            return super().clear(nolock=True)
+
 
 class Progress(Tracker):
     """Shows loss, samples per second and remaining time on `stream` (None for stderr).

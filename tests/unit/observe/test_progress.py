@@ -1,5 +1,6 @@
 """Progress and throughput: what a terminal, a log file and the summary show."""
 
+import errno
 import io
 import logging
 import math
@@ -230,6 +231,48 @@ def test_the_bar_is_drawn_by_the_clock_and_not_at_every_step(
         progress.on_end(RunOf())
         draws = finish().count("\r")
     assert draws < 10
+
+
+class LostTerminal(io.StringIO):
+    """A terminal whose connection breaks."""
+
+    is_lost = False
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.is_lost:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        return super().write(text)
+
+
+def test_a_bar_on_a_lost_terminal_blocks_no_other_thread() -> None:
+    stream = LostTerminal()
+    progress = Progress(stream)
+    progress.on_start(RunOf())
+    stream.is_lost = True
+    bar = progress._bar
+    assert bar is not None
+    for draw in (bar.refresh, bar.clear, lambda: progress.on_log(RunOf(5), TRAINING)):
+        with suppress(OSError):
+            draw()
+        assert is_free_for_other_threads(tqdm.get_lock())
+    progress.abandon()
+
+
+def is_free_for_other_threads(lock: threading.RLock) -> bool:
+    taken: list[bool] = []
+
+    def take() -> None:
+        taken.append(lock.acquire(timeout=5))
+        if taken[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return taken[0]
 
 
 # --- throughput ---------------------------------------------------------------------------------
