@@ -3,7 +3,7 @@
 The runs are pipelines, data parallel or fully sharded, which a plan of this project prices without
 tensor parallelism. Each is priced with its own schedule, micro-batch and recomputation, on a preset
 with the network that the source names and everything else as it is. Runs with tensor parallelism
-have the fastest plan without it. The table of docs/planning-details.md is what this prints.
+have the fastest plan without it. The table in docs/benchmarks-tables.md is what this prints.
 """
 
 from __future__ import annotations
