@@ -69,7 +69,8 @@ _WAIT_FOR_ENDS_S = 2.0
 STDERR_S = 10.0
 STDOUT_S = 600.0
 
-_MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8
+# of `\\U0001f600`, in place of a character that the encoding of stderr does not have
+_MOST_BYTES_OF_A_CHARACTER = 10
 
 _PACKAGE = Path(__file__).parents[2]
 _OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
