@@ -205,7 +205,7 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
     """Trains at a level of the API, with evaluations after every fourth step, and a checkpoint."""
     folder = Path(os.environ["FAULT_TIME"]).parent / "saved"
     nb_part, workers = 2, int(PHASE == "worker")
-    world = World.from_env(nb_part, "cpu", engine=engine, stall_s=stall_s, timeout_s=60)
+    world = World.from_env(nb_part, "cpu", engine=engine, stall_s=stall_s, timeout_s=12 * stall_s)
     options: dict[str, Any] = {"chunks": 4, "split": [2, 3]}
     splits, loss = data(), FaultyLoss()
     if level == "session":

@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 LEVELS = ("command", "trainer", "session", "loop")
 ENGINES = ("local", "distributed")
 STALL_S = 15.0  # on a busy machine, workers take long to start
-LIMIT_S = 240.0
+LIMIT_S = 300.0
 
 # the phases of each kind of fault
 PHASES = ("setup", "data", "forward", "loss", "backward", "optimizer", "evaluate", "save")
@@ -131,7 +131,7 @@ def run(
             *(f"world.engine={engine}", f"world.stall_s={stall_s}", "trainer.epochs=null"),
             *("trainer.steps=8", "trainer.log_every=4", "trainer.eval_every=4"),
             *("monitor.tensorboard=false", "monitor.progress=false", "trainer.max_skipped=2"),
-            *("world.timeout_s=60", "callbacks={own: {_target_: faults.FaultyState}}"),
+            *(f"world.timeout_s={12 * stall_s}", "callbacks={own: {_target_: faults.FaultyState}}"),
             *(f"data.workers={int(':worker:' in fault)}", *overrides),
         ]
     places = [environment]

@@ -107,6 +107,7 @@ HELD_BY = {
     ],
     "If only one rank calls a collective": [
         "test_the_only_process_that_calls_a_collective_is_named_with_its_line",
+        "test_the_only_process_that_gathers_with_the_world_is_named_with_its_line",
     ],
     "At the start, rank 0 logs": [
         "test_rank_0_says_which_ranks_it_waits_for",
