@@ -250,7 +250,7 @@ def end_process(
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(Exception):  # see `try_to_write`
             stream.flush()
 
 

@@ -9,6 +9,7 @@ command line names the parts as faults.model and so on; a script of another leve
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import resource
@@ -96,7 +97,11 @@ def fault(phase: str) -> None:
         finally:  # the next thread must start
             resource.setrlimit(resource.RLIMIT_AS, before)
     if KIND == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, resource.RLIM_INFINITY))
+        os.fsync = _full_disk
+
+
+def _full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class _Backward(torch.autograd.Function):

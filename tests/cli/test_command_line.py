@@ -494,6 +494,13 @@ def test_a_command_whose_stdout_is_full_from_its_start_says_what_is_missing(
     assert re.search(r"nobody read stdout .* lacks \d+ characters$", capfd.readouterr().err.strip())
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.quick_cases(">&-")
+def test_a_command_runs_with_closed_streams(closed: str) -> None:
+    command = f"{Path(sys.executable).parent / 'hybridtrain'} --version {closed}"
+    assert subprocess.run(command, shell=True, env=environment()).returncode == 0
+
+
 @pytest.mark.thorough
 def test_training_goes_on_while_its_stderr_is_full_from_its_start(full_pipe: int) -> None:
     command = [sys.executable, "-m", "hybridtrain", *QUICK]

@@ -144,14 +144,17 @@ def test_a_save_that_stands_still_is_not_waited_for(ends):
     activity.set(None)
 
 
-def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch):
-    class Gone:
-        def write(self, text=""):
-            raise BrokenPipeError
+class Gone:
+    def write(self, text=""):
+        raise BrokenPipeError
 
-        flush = write
+    flush = write
 
-    monkeypatch.setattr(sys, "stderr", Gone())
+
+@pytest.mark.parametrize("stream", [Gone(), None], ids=["gone", "closed from the start"])
+def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch, stream):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
     with pytest.raises(Ended, match="4"):
         Watchdog(ProcessStore(None, 0, 1), 10, 600)._end(Failure(0, "stalled", EXIT_STALLED))
 
