@@ -62,7 +62,7 @@ SAID = {
     "differ": r"^error: .*lr= of the optimizer differs between the ranks: .* on {who}",
     "stop": r"^error: {who}.*(does not respond|has not responded.*is stopped)",
     "nan": r"^error: .*not finite",
-    "disk": r"^error: .*checkpoint",
+    "disk": r"^error: .*No space left",
 }
 
 
