@@ -141,6 +141,7 @@ class World:
     unused_gpus: str | None = field(default=None, repr=False)
     _object_group: dist.ProcessGroup | None = field(default=None, repr=False)
     _saving_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    _sum_group: dist.ProcessGroup | None = field(default=None, repr=False)
     _wait_for_save: Callable[[], None] | None = field(default=None, repr=False)
     _closed: bool = field(default=False, repr=False)
 
@@ -644,13 +645,14 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """Sums `values` over all ranks in place; they may be on the CPU or one of the devices."""
         if self.size > 1:
-            self._check_open()
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=self._group_of_sums())
         return values
 
     def begin_sum(self, values: Tensor) -> dist.Work | None:
         """Starts `sum` without waiting; call `wait()` on the result, if any, before reading."""
-        return dist.all_reduce(values, async_op=True) if self.size > 1 else None
+        if self.size == 1:
+            return None
+        return dist.all_reduce(values, group=self._group_of_sums(), async_op=True)
 
     def begin_max(self, values: Tensor) -> dist.Work:
         """Starts an element-wise maximum of `values` over all ranks, on the CPU, in place.
@@ -676,8 +678,18 @@ class World:
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with rank 0's."""
         if self.size > 1:
-            self._check_open()
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=0, group=self._group_of_sums())
+
+    def _group_of_sums(self) -> dist.ProcessGroup:
+        """Returns the group of all processes for tensors. The first call is collective.
+
+        Not the default group, which is the script's: what a script sends there on one rank only
+        would be taken for a part of a sum.
+        """
+        self._check_open()
+        if self._sum_group is None:
+            self._sum_group = _new_group(None, timedelta(seconds=self.timeout_s))
+        return self._sum_group
 
     def __enter__(self) -> World:
         return self
@@ -701,7 +713,7 @@ class World:
             dist.destroy_process_group()
             self._closed = True
             # drop the last references to the groups
-            self._object_group = self._saving_group = self._wait_for_save = None
+            self._object_group = self._saving_group = self._sum_group = self._wait_for_save = None
             self.pipeline_group = self.pipeline_object_group = None
             self.edge_groups = {}
 

@@ -15,6 +15,8 @@ from uuid import uuid4
 
 from hybridtrain.errors import ConfigError, DataError
 
+_MOST_BYTES = 1 << 30  # of a file that is read as a whole; one with a hole takes no place on a disk
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
@@ -75,9 +77,25 @@ def open_to_append(path: Path) -> TextIO:
     raise OSError(errno.ELOOP, "another process replaced it by a link", str(path))
 
 
+def read_file(path: Path) -> bytes:
+    """Returns the content of a file of a run, which may come from someone else.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file; reading a pipe or a device may never end.
+    """
+    with open(path, "rb", opener=_only_regular) as file:
+        if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+            raise OSError(errno.EFBIG, "larger than 1 GiB", str(path))
+        return file.read()
+
+
 def _without_links(path: str, flags: int) -> int:
-    # does not wait for a reader if it is a pipe
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    return _only_regular(path, flags | os.O_NOFOLLOW)
+
+
+def _only_regular(path: str, flags: int) -> int:
+    # does not wait for the other end if it is a pipe
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
@@ -166,7 +184,7 @@ def read_json(path: Path) -> Any:
     """
     with reading(path):
         try:
-            return parse_json(path.read_bytes())
+            return parse_json(read_file(path))
         except FileNotFoundError:
             return None
 
@@ -179,7 +197,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     with reading(path):
         try:
-            lines = path.read_bytes().splitlines(keepends=True)
+            lines = read_file(path).splitlines(keepends=True)
         except FileNotFoundError:
             return
         entries = list(entries_of(lines))

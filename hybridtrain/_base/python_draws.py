@@ -24,8 +24,8 @@ _lock = threading.Lock()
 _watching = 0  # threads and nested blocks
 _replaced: list[tuple[Any, str, Any]] = []
 
-# These set or read the state, and draw nothing.
-_OF_STATE = frozenset(("seed", "getstate", "setstate", "get_state", "set_state"))
+# These set or read the state of the default generator, or create another one.
+_NO_DRAWS = frozenset(("seed", "getstate", "setstate", "get_state", "set_state", "default_rng"))
 
 
 @contextmanager
@@ -59,14 +59,18 @@ def _count(more: int) -> None:
 
 
 def _functions() -> Iterator[tuple[Any, str, Any]]:
-    """Yields the functions that draw from a default generator, with their modules and names."""
-    numpy: Any = sys.modules.get("numpy.random")  # else nothing of it can be called
-    generators: list[tuple[Any, type]] = [(random, random.Random)]
-    if numpy is not None:
-        generators.append((numpy, numpy.RandomState))
-    for module, kind in generators:
-        for name, function in list(vars(module).items()):
-            if isinstance(getattr(function, "__self__", None), kind) and name not in _OF_STATE:
+    """Yields the functions that draw from a default generator, with their modules and names.
+
+    All public functions of the modules but a few do. Most are methods of the generator, and some
+    call one, such as `numpy.random.sample`.
+    """
+    modules: list[Any] = [random]
+    if "numpy.random" in sys.modules:  # else nothing of it can be called
+        modules.append(sys.modules["numpy.random"])
+    for module in modules:
+        for name in module.__all__:
+            function = getattr(module, name)
+            if callable(function) and not isinstance(function, type) and name not in _NO_DRAWS:
                 yield module, name, function
 
 

@@ -1,4 +1,4 @@
-"""YAML texts that someone else may have written: a few lines whose aliases expand to gigabytes."""
+"""YAML texts that someone else may have written: whose aliases expand to gigabytes, or long."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ import yaml
 MOST_VALUES = 100_000
 """The most values that a text may expand to. A config of a run has about 200."""
 
+MOST_CHARACTERS = 1_000_000
+"""The longest text. A config of a run has about 10,000 characters, and PyYAML reads 100,000 in a
+second.
+"""
+
 
 def check_expansion(text: str) -> str:
-    """Returns a YAML text whose aliases expand to at most `MOST_VALUES` values.
+    """Returns a YAML text that is not too long, with aliases that expand to few values.
 
     Raises:
-        ValueError: they expand to more, or lead back to themselves.
+        ValueError: it is longer than `MOST_CHARACTERS`, or its aliases expand to more than
+            `MOST_VALUES` values or lead back to themselves.
         yaml.YAMLError: it is no YAML.
     """
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"it has more than {MOST_CHARACTERS:,} characters")
     if "*" in text and "&" in text:  # in most texts no alias is possible
         root = yaml.compose(text, Loader=yaml.SafeLoader)  # here aliases share nodes
         if root is not None and _size(root, {}) > MOST_VALUES:

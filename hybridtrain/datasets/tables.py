@@ -23,8 +23,8 @@ import os
 import re
 import shlex
 import tokenize
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, TextIO
@@ -115,6 +115,9 @@ def read_table(
         return _read_files(key, path, files, text, _separator(separator))
     try:
         with quiet():
+            shown = setting(key, path)
+            where = f"{shown}: a file of save_to_disk", "save the data set again"
+            _check_inside(place, _saved_files(place), *where)
             if choose is not None and (saved_splits := _saved_splits(place)):
                 chosen = choose(saved_splits)
                 splits = {chosen: datasets.load_from_disk(str(place / chosen))}
@@ -125,7 +128,10 @@ def read_table(
             else:
                 if place.is_dir():
                     builder = datasets.load_dataset_builder(str(place), name)
-                    _check_inside(key, path, place, builder.config.data_files)
+                    named = (builder.config.data_files or {}).values()
+                    advice = f"set {argument(key)} to that file, or move it into the folder"
+                    where = f"{shown}: its README.md", advice
+                    _check_inside(place, itertools.chain.from_iterable(named), *where)
                 splits = dict(datasets.load_dataset(str(place) if place.exists() else path, name))
     except (DataError, HeldOutError):
         raise
@@ -144,15 +150,31 @@ def _saved_splits(place: Path) -> list[str]:
         return []
 
 
-def _check_inside(key: str, path: str, folder: Path, data_files: Any) -> None:
-    """Refuses files elsewhere: the README.md of a folder may name any, and come from anyone."""
+def _saved_files(place: Path) -> Iterator[Path]:
+    """Yields the files and folders that the files of `save_to_disk` in a folder name."""
+    for folder in [place, *(place / split for split in _saved_splits(place))]:
+        yield folder
+        with suppress(OSError, ValueError, KeyError, TypeError):  # reported by the one who reads it
+            state = json.loads((folder / _SAVED[2]).read_text(encoding="utf-8"))
+            yield from [folder / file["filename"] for file in state["_data_files"]]
+
+
+def _check_inside(folder: Path, files: Iterable[str | Path], by: str, advice: str) -> None:
+    """Refuses files elsewhere: what a folder says of its files may come from anyone.
+
+    Args:
+        folder: the folder.
+        files: the files that it names.
+        by: what names them, for the message.
+        advice: the end of the message.
+
+    Raises:
+        DataError: one is outside of the folder.
+    """
     inside = os.path.abspath(folder)
-    for file in itertools.chain.from_iterable((data_files or {}).values()):
+    for file in files:
         if not Path(os.path.abspath(file)).is_relative_to(inside):
-            raise DataError(
-                f"{setting(key, path)}: its README.md names {file}, which is outside of the "
-                f"folder: set {argument(key)} to that file, or move it into the folder"
-            )
+            raise DataError(f"{by} names {file}, which is outside of the folder: {advice}")
 
 
 def _unreadable(key: str, path: str, exists: bool, error: Exception) -> DataError:

@@ -98,6 +98,8 @@ class Activity:
         lanes: one record per lane of the running step.
         entered: the value of `steps` when each phase first began, since the last setup.
         evaluations: the number of evaluations begun since the last setup.
+        compared: the number of micro-batches that comparisons have run in plain PyTorch, without
+            lanes.
     """
 
     def __init__(self) -> None:
@@ -106,6 +108,7 @@ class Activity:
         self.lanes: list[LaneActivity] = []
         self.entered: dict[Phase, int] = {}
         self.evaluations = 0
+        self.compared = 0
         self._saves = 0
         self._saves_change = threading.Lock()
 
@@ -250,7 +253,7 @@ def end_process(
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        with suppress(Exception):  # see `try_to_write`
             stream.flush()
 
 

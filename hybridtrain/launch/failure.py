@@ -51,7 +51,7 @@ _BROKEN_CONNECTION = (
     "Failed to recv",
     "Connection was likely closed",
 )
-_TIMED_OUT = ("Timed out waiting", "timed out after", "Wait timeout")
+_TIMED_OUT = ("Timed out waiting", "timed out after", "Wait timeout", "wait timeout after")
 
 
 def in_one_line(error: BaseException) -> str:

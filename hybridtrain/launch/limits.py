@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -78,10 +77,11 @@ def try_to_write(write: Callable[[], object]) -> None:
     if _stuck:
         return
     try:
-        with suppress(OSError, ValueError):  # the terminal is gone, or the disk is full
-            within(PRINT_S, write)
+        within(PRINT_S, write)
     except TimedOut:
         _stuck = True
+    except Exception:  # the terminal is gone, the disk is full, or a stream is None or the script's
+        pass
 
 
 def is_stuck() -> bool:

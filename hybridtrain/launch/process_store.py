@@ -200,6 +200,10 @@ class ProcessStore:
         """Publishes a text of this process under `key`."""
         self._store.set(f"{key}/{self.rank}", text)
 
+    def publish_first(self, key: str, text: str) -> str:
+        """Publishes a text under `key` unless a process has done so; returns the first one's."""
+        return self._store.compare_set(key, "", text).decode()
+
     def published(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, str]:
         """Returns the texts that these processes, or all, have published under `key`, by rank."""
         ranks = range(self.size) if ranks is None else ranks

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -120,6 +121,8 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
 
 def _say_stopping() -> None:
     """Prints what a second Ctrl-C does, in a handler, which may interrupt a print."""
+    if sys.__stderr__ is None:  # it was closed from the start, and 2 may be another file
+        return
     with suppress(OSError):  # the Ctrl-C has also ended the reader, such as `| tee`
         if select.select([], [2], [], 0)[1]:  # a full pipe would block the handler
             os.write(2, b"\nstopping after this step; a second Ctrl-C ends at once\n")

@@ -237,7 +237,7 @@ class Progress:
         """Compares the record with what it was at the last look."""
         record, now = self._record, time.monotonic()
         lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
-        state = record.work, record.steps, lanes
+        state = record.work, record.steps, record.compared, lanes
         # or this process itself was stopped meanwhile
         if state != self._state or now - self._looked > 20 * _TICK_S:
             self._state, self._since = state, now

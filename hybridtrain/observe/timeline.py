@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hybridtrain._base.files import atomic_file, parse_json, write_atomically
+from hybridtrain._base.files import atomic_file, parse_json, read_file, write_atomically
 from hybridtrain.loop import Run, Tracker
 from hybridtrain.observe.pictures import COPIES, draw
 from hybridtrain.schedule import (
@@ -104,7 +104,7 @@ def spans_of_trace(path: Path) -> tuple[Spans, Spans] | None:
     directions = {words: back for back, (words, _) in COPIES.items()}
     lanes: tuple[dict[int, list[Span]], ...] = ({}, {})
     copies: tuple[dict[int, list[CopySpan]], ...] = ({}, {})
-    for event in parse_json(path.read_bytes())["traceEvents"]:
+    for event in parse_json(read_file(path))["traceEvents"]:
         if event["ph"] == "X":
             number, thread, what = event["pid"], event["tid"], event["cat"]
             held = event["args"]["stage"], event["args"]["microbatch"]

@@ -19,6 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ALIKE = "run the same script with the same settings on all ranks"
+_ADVICE = f": {_ALIKE}"
 
 # Entries of a group that are no settings, or choose a kernel, as a host with other GPUs may do.
 _NO_SETTINGS = ("params", "param_names", "foreach", "fused")
@@ -70,7 +72,8 @@ def check_same_modules(net: nn.Module, world: World) -> None:
         for target, values in zip((facts, alike), settings_of(module), strict=True):
             target.update({f"{k}= of {layer} ({kind.__qualname__})": v for k, v in values.items()})
     if len(set(world.gather(_digest((facts, alike))))) > 1:  # the facts of a large model are long
-        _compare(world.gather, facts, alike, world.is_main)
+        check_same(world.gather, facts, _ADVICE)
+        _warn_of_difference(world.gather, alike, world.is_main)
 
 
 def settings_of(value: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -85,21 +88,14 @@ def _digest(facts: Any) -> str:
     return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
 
-def _compare(
-    gather: Gather, facts: Mapping[str, str], alike: Mapping[str, str], warns: bool
-) -> None:
-    """Compares facts over the ranks.
+def _warn_of_difference(gather: Gather, alike: Mapping[str, str], warns: bool) -> None:
+    """Compares facts that may differ over the ranks.
 
     Args:
         gather: returns the facts of the ranks; a collective call, or see `_published`.
-        facts: must be equal on all ranks that know them.
-        alike: may differ.
-        warns: whether this rank warns about the first difference in `alike`.
-
-    Raises:
-        ConfigError: one of `facts` differs.
+        alike: the facts.
+        warns: whether this rank warns about the first difference.
     """
-    check_same(gather, facts, f": {_ALIKE}")
     difference = next(differences(gather(facts_here(alike))), None)
     if difference is not None and warns:
         text = "%s differs between the ranks: %s; if that is not intended, %s"
@@ -112,7 +108,7 @@ class SettingsCheck:
     In a custom loop, a hook on the first steps of PyTorch's optimizers shows which of them are the
     model's. Ranks begin their steps at different times, and one may have no optimizer, so nothing
     waits: each rank publishes the settings of its own in the store, and compares them with those
-    that the others have published. The last rank sees all. Its error ends the others.
+    of the first rank that has done so. The error of the first one that differs ends the others.
 
     Args:
         world: the ranks.
@@ -143,7 +139,8 @@ class SettingsCheck:
             ConfigError: another rank has another loss.
         """
         self.has_loss = True
-        _compare(self._world.gather, facts, alike, self._world.is_main)
+        check_same(self._world.gather, facts, _ADVICE)
+        _warn_of_difference(self._world.gather, alike, self._world.is_main)
 
     def begin_step(self, pipeline: Pipeline) -> None:
         """Begins a step that averages gradients; compares the optimizers that have stepped before.
@@ -163,13 +160,13 @@ class SettingsCheck:
         elif before & (before - 1) == 0 and self._seen:
             self._remove_hook()
             optimizers = [found for seen in self._seen if (found := seen()) is not None]
-            key, calls = f"optimizers/{self._number}/{before}", itertools.count()
-
-            def gather(here: RankFacts) -> Sequence[RankFacts]:
-                # each call has a key of its own: a later rank still reads what the first has told
-                return _published(self._world, f"{key}/{next(calls)}", here)
-
-            self._compare(gather, optimizers, pipeline.stages, warns=True)
+            key = f"optimizers/{self._number}/{before}"
+            self._compare(
+                lambda what: partial(_published, self._world, f"{key}/{what}"),
+                optimizers,
+                pipeline.stages,
+                warns=True,
+            )
 
     def saw(self, optimizer: Optimizer) -> None:
         """Records that an optimizer takes a step."""
@@ -195,17 +192,35 @@ class SettingsCheck:
             return
         self.is_done = True
         self._remove_hook()
-        self._compare(self._world.gather, optimizers, stages, self._world.is_main)
+        self._compare(lambda _: self._world.gather, optimizers, stages, self._world.is_main)
 
     def _compare(
-        self, gather: Gather, optimizers: Sequence[Any], stages: Sequence[ForwardStage], warns: bool
+        self,
+        gather_of: Callable[[str], Gather],
+        optimizers: Sequence[Any],
+        stages: Sequence[ForwardStage],
+        warns: bool,
     ) -> None:
+        """Compares the optimizers over the ranks.
+
+        Args:
+            gather_of: returns the gather for the facts of this name, among the ranks that use it.
+            optimizers: the optimizers of the model in this process.
+            stages: the stages of this process.
+            warns: whether this rank warns about groups that differ between stages, once.
+
+        Raises:
+            ConfigError: a class, a default or a group differs.
+        """
         everywhere, in_stage = optimizer_facts(optimizers)
         is_divided = self._world.processes_per_replica > 1
         where = f" (stage {', '.join(str(stage.index) for stage in stages)})" * is_divided
-        here = everywhere | {f"{name}{where}": text for name, text in in_stage.items()}
         warns, self._has_compared = warns and not self._has_compared, True
-        _compare(gather, here, in_stage if is_divided else {}, warns)
+        check_same(gather_of("all"), everywhere, _ADVICE)
+        of_stage = {f"{name}{where}": text for name, text in in_stage.items()}
+        check_same(gather_of(f"groups{where}"), of_stage, _ADVICE)
+        if is_divided:
+            _warn_of_difference(gather_of("groups of stages"), in_stage, warns)
 
     def _remove_hook(self) -> None:
         if self._hook is not None:
@@ -213,13 +228,21 @@ class SettingsCheck:
             self._hook = None
 
 
-def _published(world: World, key: str, here: RankFacts) -> list[RankFacts]:
-    """Publishes the facts of this rank; returns those of all that have done so, without waiting."""
+def _published(world: World, key: str, here: RankFacts) -> Sequence[RankFacts]:
+    """Publishes the facts of this rank; returns those of all that have done so, without waiting.
+
+    Only the first rank whose facts differ from the first published ones needs them; the others get
+    their own alone. Otherwise N ranks would make N^2 requests to the store.
+    """
     assert world.watchdog is not None
-    store = world.watchdog.store
+    store, digest, rank = world.watchdog.store, _digest(here.facts), str(world.rank)
     store.publish(key, json.dumps(asdict(here)))
-    facts = {rank: RankFacts(**json.loads(text)) for rank, text in store.published(key).items()}
-    return [facts.get(rank, RankFacts({}, "")) for rank in range(world.size)]
+    if store.publish_first(f"{key}/digest", digest) == digest:
+        return [here]
+    if store.publish_first(f"{key}/reader", rank) != rank:
+        return [here]
+    facts = {at: RankFacts(**json.loads(text)) for at, text in store.published(key).items()}
+    return [facts.get(at, RankFacts({}, "")) for at in range(world.size)]
 
 
 def _on_steps(check: SettingsCheck) -> RemovableHandle:

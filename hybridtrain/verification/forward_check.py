@@ -41,6 +41,7 @@ from hybridtrain.errors import NotExactError, SplitError, UserError, argument, s
 from hybridtrain.graph import Layer, arguments_of
 from hybridtrain.head import install as install_head
 from hybridtrain.head import lazily
+from hybridtrain.launch import activity
 from hybridtrain.partitioning import PlannedLayers
 from hybridtrain.pipeline import HeadOutput, PartsHere, Pipeline, ReplayedDraws, StepKind
 from hybridtrain.schedule import Schedule, forward_only, make_schedule, registered
@@ -440,6 +441,7 @@ class _Run:
         threads = threads_per_lane(self._model.world.nb_part)
         with self._as_before(net), _watching(calls, _inside(net, [net])), intra_op_threads(threads):
             for part, seeds_of_part in zip(parts, seeds, strict=True):
+                activity.compared += 1  # progress
                 args, kwargs = arguments_of(net, part)
                 draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
                 with torch.set_grad_enabled(batch.trains), self._autocast(), lazily(), draws:

@@ -9,6 +9,8 @@ command line names the parts as faults.model and so on; a script of another leve
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import resource
 import signal
@@ -18,17 +20,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, TrainerOptions, World
+from hybridtrain import (
+    Callback,
+    EvalLoader,
+    HybridModel,
+    Loader,
+    OptimizerStep,
+    Session,
+    Trainer,
+    TrainerOptions,
+    World,
+)
+from hybridtrain.checkpoint import CheckpointStore, save_run
 from hybridtrain.data.splits import DataSplits
 
 KIND, PHASE, RANK = (os.environ.get("FAULT", "none:none:0") + ":").split(":")[:3]
+# with a full pipe in place of stderr, which nobody reads
+HAS_FULL_PIPE, KIND = KIND.startswith("full-"), KIND.removeprefix("full-")
 # How many steps come before a fault: three if a process stands still, since the first steps are
 # given more time, and if it gets a signal, which ends a process that has not begun to train.
-AFTER_STEPS = {"setup": 0}.get(PHASE, 3 if KIND in ("sleep", "stop", "interrupt") else 1)
+AFTER_STEPS = {"setup": 0}.get(
+    PHASE, 3 if KIND in ("sleep", "stop", "alone", "slow", "interrupt") else 1
+)
 AFTER_SAMPLES = 40  # in a data worker, which knows no steps
 done = {"steps": 0, "samples": 0, "reads": 0}
 BATCH = 16
@@ -66,6 +84,10 @@ def fault(phase: str) -> None:
         ctypes.string_at(0)
     if KIND == "sleep":
         time.sleep(10_000)
+    if KIND == "slow" and done["steps"] == AFTER_STEPS:
+        time.sleep(0.6 * float(os.environ["STALL_S"]))
+    if KIND == "alone":
+        dist.all_reduce(torch.ones(1))
     if KIND == "memory":
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         before = resource.getrlimit(resource.RLIMIT_AS)
@@ -75,7 +97,11 @@ def fault(phase: str) -> None:
         finally:  # the next thread must start
             resource.setrlimit(resource.RLIMIT_AS, before)
     if KIND == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, resource.RLIM_INFINITY))
+        os.fsync = _full_disk
+
+
+def _full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class _Backward(torch.autograd.Function):
@@ -112,16 +138,32 @@ class FaultyLoss(nn.CrossEntropyLoss):
 class FaultySGD(SGD):
     """SGD with the fault of an optimizer step."""
 
+    def __init__(self, params: Any, lr: float, **options: Any) -> None:
+        if KIND == "differ" and os.environ.get("RANK") == RANK:
+            Path(os.environ["FAULT_TIME"]).touch()
+            lr *= 10
+        super().__init__(params, lr, **options)
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does a step."""
         # the command line tries its optimizer before the processes meet, after its first batch
         trains = PHASE == "worker" or done["reads"] > BATCH
         if trains:
             fault("optimizer")
-        if trains and KIND == "disk":
-            fault("save")
         super().step(closure)
         done["steps"] += trains
+
+
+class FaultyState(Callback):
+    """A state that all processes save, with the fault of a save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing."""
+        fault("save")
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Has nothing to load."""
 
 
 class FaultyData(Dataset[tuple[Tensor, int]]):
@@ -153,10 +195,22 @@ def data() -> DataSplits:
     return DataSplits(train=FaultyData(trains=True), eval=FaultyData(trains=False), collate=None)
 
 
+def fill_stderr() -> int:
+    """Makes stderr a full pipe; returns the end to read from, which must stay open."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    fcntl.fcntl(write_end, 1031, 4096)  # F_SETPIPE_SZ
+    os.write(write_end, bytes(4096))
+    os.set_blocking(write_end, True)
+    os.dup2(write_end, 2)
+    return read_end
+
+
 def train(level: str, engine: str, stall_s: float, steps: int) -> None:
-    """Trains at a level of the API, with an evaluation after every fourth step."""
+    """Trains at a level of the API, with evaluations after every fourth step, and a checkpoint."""
+    folder = Path(os.environ["FAULT_TIME"]).parent / "saved"
     nb_part, workers = 2, int(PHASE == "worker")
-    world = World.from_env(nb_part, "cpu", engine=engine, stall_s=stall_s, timeout_s=60)
+    world = World.from_env(nb_part, "cpu", engine=engine, stall_s=stall_s, timeout_s=12 * stall_s)
     options: dict[str, Any] = {"chunks": 4, "split": [2, 3]}
     splits, loss = data(), FaultyLoss()
     if level == "session":
@@ -175,6 +229,8 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
                     with torch.no_grad():
                         hybrid(next(iter(held_out))[0])
                     hybrid.train()
+        session.states["faulty"] = FaultyState()
+        session.save(folder)
         session.close()
         return
     hybrid = HybridModel(model(), world, **options)
@@ -183,7 +239,8 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
     held_out = EvalLoader(splits.eval, BATCH, world)
     if level == "trainer":
         counts = TrainerOptions(steps=steps, log_every=4, eval_every=4, max_skipped=2)
-        Trainer(hybrid, optimizer, loss, loader, counts, evaluation=held_out).fit()
+        own: dict[str, Any] = {"store": CheckpointStore(folder), "callbacks": [FaultyState()]}
+        Trainer(hybrid, optimizer, loss, loader, counts, evaluation=held_out, **own).fit()
     while level == "loop" and done["steps"] < steps:
         for batch in loader.batches():
             hybrid.train_step(batch.inputs, batch.targets, loss)
@@ -192,10 +249,14 @@ def train(level: str, engine: str, stall_s: float, steps: int) -> None:
             if done["steps"] % 4 == 0:
                 with hybrid.evaluating(), torch.no_grad():
                     hybrid(next(iter(held_out))[0])
+    if level == "loop":
+        save_run(OptimizerStep(hybrid, optimizer), folder, states={"faulty": FaultyState()})
     world.close()
 
 
 if __name__ == "__main__":
+    if HAS_FULL_PIPE:
+        unread = fill_stderr()
     if sys.argv[1] == "command":  # in a process that `table` has forked
         from hybridtrain.cli import main
 

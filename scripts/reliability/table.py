@@ -35,18 +35,21 @@ HERE = Path(__file__).parent
 LEVELS = ("command", "trainer", "session", "loop")
 ENGINES = ("local", "distributed")
 STALL_S = 15.0  # on a busy machine, workers take long to start
-LIMIT_S = 240.0
+LIMIT_S = 300.0
 
 # the phases of each kind of fault
-PHASES = ("setup", "data", "forward", "loss", "backward", "optimizer", "evaluate")
+PHASES = ("setup", "data", "forward", "loss", "backward", "optimizer", "evaluate", "save")
 KINDS = {
     **dict.fromkeys(("exception", "exit", "kill", "segfault", "memory"), PHASES),
     **dict.fromkeys(("sleep", "stop"), (*PHASES[1:], "worker")),
-    **dict.fromkeys(("nan", "terminate", "interrupt"), ("forward",)),
+    **dict.fromkeys(("nan", "terminate", "interrupt", "slow"), ("forward",)),
+    **dict.fromkeys(("full-sleep", "full-exception"), ("forward", "evaluate")),
+    "alone": ("optimizer", "evaluate"),
+    "differ": ("setup",),
     "disk": ("save",),
 }
-# only the command line saves here; a loop of one's own skips no step, and a session goes on
-LEVELS_OF = {"disk": LEVELS[:1], "nan": LEVELS[:2]}
+# a loop of one's own skips no step, and a session goes on
+LEVELS_OF = {"nan": LEVELS[:2]}
 # what is said: the rank, with its stage if it is known, is `{who}`
 SAID = {
     "exception": r"boom in {phase}[\s\S]*\bon {who}|^error: {who}.* failed: .*boom in {phase}",
@@ -55,10 +58,11 @@ SAID = {
         ("exit", "kill", "segfault"),
         r"^error: {who}.*ended without a message|^error: lost the connection .*: {who} or",
     ),
-    "sleep": r"^error: {who}.*has made no progress for .*",
+    **dict.fromkeys(("sleep", "alone"), r"^error: {who}.*has made no progress for .*"),
+    "differ": r"^error: .*lr= of the optimizer differs between the ranks: .* on {who}",
     "stop": r"^error: {who}.*(does not respond|has not responded.*is stopped)",
     "nan": r"^error: .*not finite",
-    "disk": r"^error: .*checkpoint",
+    "disk": r"^error: .*No space left",
 }
 
 
@@ -108,14 +112,18 @@ def run(
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")} | {
         "FAULT": fault,
         "FAULT_TIME": str(at),
+        "STALL_S": str(stall_s),
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
     script = [str(HERE / "faults.py"), level, engine, str(stall_s), "8"]
     if level == "command":
+        # faults.py fills the pipe of stderr before it calls the command
+        is_full = fault.startswith("full-")
         script = [
-            *("-m", "hybridtrain", "allow_targets=[faults]", f"output_dir={folder}"),
+            *([str(HERE / "faults.py"), "command"] if is_full else ["-m", "hybridtrain"]),
+            *("allow_targets=[faults]", f"output_dir={folder}"),
             *("run_name=run", "model._target_=faults.model", "data._target_=faults.data"),
             *("data.batch_size=16", "optim=sgd", "optim._target_=faults.FaultySGD"),
             *("trainer.loss={_target_: faults.FaultyLoss}", "pipeline.nb_part=2"),
@@ -123,6 +131,7 @@ def run(
             *(f"world.engine={engine}", f"world.stall_s={stall_s}", "trainer.epochs=null"),
             *("trainer.steps=8", "trainer.log_every=4", "trainer.eval_every=4"),
             *("monitor.tensorboard=false", "monitor.progress=false", "trainer.max_skipped=2"),
+            *(f"world.timeout_s={12 * stall_s}", "callbacks={own: {_target_: faults.FaultyState}}"),
             *(f"data.workers={int(':worker:' in fault)}", *overrides),
         ]
     places = [environment]
@@ -157,7 +166,9 @@ def run(
         file.seek(0)
         output = file.read()
     seconds = ended - at.stat().st_mtime if at.exists() else float("nan")
-    named, line = judge(fault, level, output)
+    named, line = judge(fault, level, output, codes)
+    if not at.exists() and not fault.startswith("none:"):
+        named, line = False, f"the fault did not happen; {line}"
     if left:
         named, line = False, f"processes that are left: {len(left)}; {line}"
     return Outcome(named, seconds, line, output, max(codes, key=abs))
@@ -209,8 +220,15 @@ def _left_over(marker: str, groups: Sequence[int]) -> Iterator[int]:
             continue
 
 
-def judge(fault: str, level: str, output: str) -> tuple[bool, str]:
-    """Returns whether an output reports the fault rightly, and what it says of it."""
+def judge(fault: str, level: str, output: str, codes: Sequence[int]) -> tuple[bool, str]:
+    """Returns whether an output reports the fault rightly, and what it says of it.
+
+    Args:
+        fault: as `kind:phase:rank`.
+        level: one of `LEVELS`.
+        output: all that was printed.
+        codes: the exit codes of the processes, or of the launcher.
+    """
     kind, phase, rank = fault.split(":")
     ours, _, root = output.partition("Root Cause")
     ours = re.split(r"\n[WE]\d{4} .*failed \(exitcode", ours)[0]
@@ -218,10 +236,14 @@ def judge(fault: str, level: str, output: str) -> tuple[bool, str]:
         return True, ""
     if kind in ("terminate", "interrupt"):  # only the first two levels handle signals
         return level in LEVELS[2:] or "interrupted at step" in ours, ""
+    if kind.startswith("full-"):  # nobody has read what was said
+        return min(codes) > 0, f"exit codes {codes}"
     # a script also prints Python's traceback, in the process that fails
     errors = r"error: " if level != "command" else r"error: |\w+Error: |MemoryError"
     reports = set(re.findall(rf"^(?:{errors}).*", ours, re.MULTILINE))
     line = max(reports, default="nothing", key=ours.rfind)
+    if kind == "slow":  # it is right
+        return not any(codes) and not reports, line
     said = SAID["sleep" if phase == "worker" else kind]  # its rank waits, and is not stopped itself
     pattern = said.format(phase=phase, who=rf"rank {rank}( \(stage \d,[^)]*\)| \([^)]*\))?")
     right = len(reports) == 1 and bool(re.search(pattern, ours, re.MULTILINE))
@@ -257,6 +279,7 @@ def main() -> int:
     parser.add_argument("--torchrun", action="store_true", help="start the processes with torchrun")
     parser.add_argument("--forks", type=int, default=0, help="how many cases at a time")
     parser.add_argument("--skip", type=int, default=0, help="leave out so many cases")
+    parser.add_argument("--stall-s", type=float, default=STALL_S, help="stall_s of the runs")
     parser.add_argument("--output", action="store_true", help="show the output of what is wrong")
     asked = parser.parse_args()
     # a shell starts a job in the background with SIGINT ignored, which children inherit
@@ -273,7 +296,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.forks or 1) as pool:
         runs = {
             pool.submit(
-                run, fault, Path(folder) / str(n), level=level, engine=engine, start=start
+                *(run, fault, Path(folder) / str(n)),
+                **{"level": level, "engine": engine, "start": start, "stall_s": asked.stall_s},
             ): (fault, level, engine)
             for n, (fault, level, engine) in enumerate(cases)
         }

@@ -450,6 +450,21 @@ def test_a_stream_drops_what_a_full_pipe_cannot_take_until_it_is_read_again() ->
     assert not stream.broken
 
 
+def test_a_character_that_stderr_cannot_encode_is_not_too_long_for_its_pipe() -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # a write that would block fails, and breaks the stream
+    with (
+        open(read_end, "rb") as reader,
+        open(write_end, "w", encoding="ascii", errors="backslashreplace") as pipe,
+    ):
+        stream = LastingStream(pipe, patience_s=0)
+        text = "\N{OCTOPUS}" * 20_000
+        stream.write(text)
+        assert not stream.broken
+        taken = len(text) - stream.dropped
+        assert reader.read(taken * 10) == rb"\U0001f419" * taken
+
+
 @pytest.fixture
 def full_pipe() -> Iterator[int]:
     """The end to write to of a full pipe that nobody reads."""
@@ -477,6 +492,13 @@ def test_a_command_whose_stdout_is_full_from_its_start_says_what_is_missing(
         monkeypatch.setattr(sys, "stdout", pipe)
         assert main(["--version"]) == 1
     assert re.search(r"nobody read stdout .* lacks \d+ characters$", capfd.readouterr().err.strip())
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.quick_cases(">&-")
+def test_a_command_runs_with_closed_streams(closed: str) -> None:
+    command = f"{Path(sys.executable).parent / 'hybridtrain'} --version {closed}"
+    assert subprocess.run(command, shell=True, env=environment()).returncode == 0
 
 
 @pytest.mark.thorough

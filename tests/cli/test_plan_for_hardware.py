@@ -11,7 +11,7 @@ import yaml
 from cli_runs import fail, succeed
 from PIL import Image
 from support.cases import thinned
-from support.launch import SMALL
+from support.launch import SMALL, torchrun
 
 from hybridtrain.cli import main
 from hybridtrain.cli.config.schema import HardwareConfig
@@ -285,6 +285,17 @@ def test_measure_machine_writes_what_this_machine_reads(tmp_path, monkeypatch, c
     assert set(written) <= set(vars(HardwareConfig()))
     told = succeed(capfd, "plan", *SMALL, "hardware=this-machine")
     assert "predicted from measured costs" in told
+
+
+@pytest.mark.thorough
+def test_measure_machine_under_torchrun_is_one_clear_line(tmp_path):
+    ended = torchrun(2, ["measure-machine", "seconds=0"], env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert ended.returncode != 0
+    errors = re.findall(r"^error: .*", ended.stderr, re.MULTILINE)
+    assert errors == [
+        "error: measure-machine runs in one process: start it without torchrun or srun"
+    ]
+    assert not (tmp_path / "hybridtrain").exists()
 
 
 def test_a_plan_says_that_the_host_is_the_limit_and_that_compile_is_not_priced(tmp_path, capfd):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,14 +35,20 @@ DAMAGE = {
     f'"time": {HUGE}, "train_loss": {HUGE}, "step_ms": {{"p50": {HUGE}}}, "optim.lr": {HUGE}}}',
     "a number that Python does not read": '{"steps": ' + "9" * 5000 + "}",
     "nothing": "",
-    "a folder": None,
+    "a long text": "[" + "x, " * 400_000 + "]",
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a hole of 4 GiB": lambda path: (path.touch(), os.truncate(path, 1 << 32)),
 }
+NO_FILE = ("a folder", "a pipe", "a device")
 UNREADABLE = (
     "a deep list",
     "a list whose aliases expand to a billion values",
     "a deep mapping",
     "bytes",
     "a number that Python does not read",
+    "a hole of 4 GiB",
 )
 THOROUGH = pytest.mark.thorough
 READ = {
@@ -66,12 +73,12 @@ READ_BY_EVALUATE = [
 ]
 
 
-def damage(path: Path, text: str | None) -> None:
+def damage(path: Path, how: str | Callable[[Path], object]) -> None:
     path.unlink(missing_ok=True)
-    if text is None:
-        path.mkdir()
+    if callable(how):
+        how(path)
     else:
-        path.write_text(text + "\n", encoding="latin-1")
+        path.write_text(how + "\n", encoding="latin-1")
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +187,7 @@ def test_a_damaged_run_is_one_line_that_names_the_file_and_hides_no_other(
     assert "good" in shown
     for kind, name in names.items():
         left_out = [line for line in lines if re.search(rf"\b{name}\b", line)]
-        if kind == "a folder" and file in ("config.yaml", "metrics.jsonl"):  # it is no run
+        if kind in NO_FILE and file in ("config.yaml", "metrics.jsonl"):  # it is no run
             continue
         if kind in UNREADABLE and not file.endswith(".log"):
             assert left_out, kind

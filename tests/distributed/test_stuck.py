@@ -46,7 +46,7 @@ QUICK = {
     Case("trainer", "local", "sleep", "end", 1),
     Case("own", "local", "full:sleep", "step", 1),
     Case("trainer", "distributed", "full:raise", "step", 1),
-    Case("trainer", "local", "alone", "between", 1),
+    Case("trainer", "local", "alone", "optimizer", 1),
     Case("own", "local", "slow", "step", 1),
 }
 
@@ -159,8 +159,17 @@ def test_a_pipe_that_nobody_reads_keeps_no_process_alive(case, ended):
         assert code == (4 if case.kind == "full:sleep" else 1)
 
 
-@each(["alone", "gather"], ["between"])
+@each(["alone"], ["between", "optimizer"])
 def test_the_only_process_that_calls_a_collective_is_named_with_its_line(case, ended):
+    assert_named_with_its_line(case, ended)
+
+
+@each(["gather"], ["between"])
+def test_the_only_process_that_gathers_with_the_world_is_named_with_its_line(case, ended):
+    assert_named_with_its_line(case, ended)
+
+
+def assert_named_with_its_line(case, ended):
     for code, said in ended(case):
         assert code == 4, said
         line = last_error(said)

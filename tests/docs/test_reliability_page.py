@@ -94,6 +94,8 @@ HELD_BY = {
     ],
     "Progress means micro-batches": [
         "test_a_layer_that_stands_still_is_named_by_stage_micro_batch_and_line",
+        "test_a_process_that_waits_for_a_slow_one_has_not_stalled",
+        "test_each_micro_batch_of_a_comparison_with_plain_pytorch_is_progress",
     ],
     "The first two steps of a run": [
         "test_each_run_of_a_process_may_take_longer_in_its_first_steps",
@@ -107,6 +109,7 @@ HELD_BY = {
     ],
     "If only one rank calls a collective": [
         "test_the_only_process_that_calls_a_collective_is_named_with_its_line",
+        "test_the_only_process_that_gathers_with_the_world_is_named_with_its_line",
     ],
     "At the start, rank 0 logs": [
         "test_rank_0_says_which_ranks_it_waits_for",

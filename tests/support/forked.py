@@ -129,6 +129,8 @@ def _main(script: Path, arguments: Sequence[str], env: Mapping[str, str], output
     """Runs in the new process, which ends as an interpreter does."""
     gc.freeze()  # no collection looks through what was imported
     os.setsid()
+    # else each data worker would import PyTorch, in a fork server of this process's own
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(env)
     with output.open("a") as file:

@@ -20,6 +20,7 @@ from hybridtrain import HybridModel, World
 from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.files import write_atomically
 from hybridtrain._base.hardware import GIB, Hardware, host_memory
+from hybridtrain.cli.commands.check import refuse_launcher
 from hybridtrain.cli.config.option_files import THIS_MACHINE, measured_file
 from hybridtrain.errors import ConfigError
 from hybridtrain.partitioning import count_layers, observed_chain
@@ -54,8 +55,10 @@ def measure_machine(words: Sequence[str] = ()) -> int:
         words: the words of the command line; only `seconds=` is allowed.
 
     Raises:
-        ConfigError: there are other words on the command line, or the file is not writable.
+        ConfigError: there are other words on the command line, the file is not writable, or this is
+            one of several processes, which would share what it measures.
     """
+    refuse_launcher("measure-machine")
     seconds = _SECONDS
     for word in words:
         number = re.fullmatch(r"seconds=(\d+\.?\d*|\.\d+)", word)
@@ -307,11 +310,10 @@ def host_seconds_of_schedule(
     )
     found = []
     for stages in (1, _STAGES):
-        with World.from_env(stages, [str(device)] * stages) as world:
-            net = nn.Sequential(*layers)
-            model = HybridModel(net, world, chunks=_CHUNKS, self_check=False)
-            step = partial(model.train_step, inputs, None, _mean)
-            found.append(_seconds(step, device, seconds) / _CHUNKS)
+        net, world = nn.Sequential(*layers), World(devices=(device,) * stages)
+        model = HybridModel(net, world, chunks=_CHUNKS, self_check=False)
+        step = partial(model.train_step, inputs, None, _mean)
+        found.append(_seconds(step, device, seconds) / _CHUNKS)
     one, several = found
     action = max(0.0, several - one) / (2 * (_STAGES - 1))
     return action, max(0.0, one - operators - 2 * action)

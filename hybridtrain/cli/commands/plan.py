@@ -17,6 +17,7 @@ from hybridtrain._base.devices import choose_devices
 from hybridtrain._base.files import atomic_file
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.text_table import Block
+from hybridtrain.cli.commands.check import refuse_launcher
 from hybridtrain.cli.commands.layout_tables import layout_tables, placement_tables
 from hybridtrain.cli.commands.result import Result
 from hybridtrain.cli.config.overrides import given_keys, hydra_quoted, with_later
@@ -115,8 +116,7 @@ def plan_for_hardware(settings: Settings) -> dict[str, Any]:
             "plan hardware=... needs a fixed batch size, but data.batch_size=auto: set "
             "data.batch_size= to a number of samples"
         )
-    if detect(os.environ).size > 1:
-        raise ConfigError("plan hardware=... runs in one process: start it without torchrun")
+    refuse_launcher("plan hardware=...")
     assert config.hardware is not None
     options = build_options(config, uses=settings.uses)
     hardware = hardware_of(config.hardware)

@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from hybridtrain._base.files import reading
+from hybridtrain._base.files import read_file, reading
 from hybridtrain._base.yaml_text import check_expansion
 from hybridtrain.cli.config.schema import WRAPPER_KEYS, text_keys
 from hybridtrain.errors import ConfigError
@@ -160,7 +160,7 @@ def read_overrides(run: Path) -> list[str]:
     path = run / "overrides.yaml"
     with reading(path):
         try:
-            check_expansion(path.read_text(encoding="utf-8"))
+            check_expansion(read_file(path).decode())
             words = OmegaConf.to_container(OmegaConf.load(path))
         except FileNotFoundError:
             return []

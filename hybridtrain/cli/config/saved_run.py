@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from hybridtrain._base.files import read_file
 from hybridtrain._base.yaml_text import check_expansion
 from hybridtrain.cli.config.overrides import first_line
 from hybridtrain.cli.config.schema import OPEN_GROUPS, Config
@@ -23,7 +24,7 @@ _GROUPS = (*OPEN_GROUPS, "pipeline", "world", "trainer", "checkpoint")
 def read_config(path: Path) -> dict[str, Any] | None:
     """Returns the config in the file, with interpolations as text; None: there is no file."""
     try:
-        check_expansion(path.read_text(encoding="utf-8"))
+        check_expansion(read_file(path).decode())
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -69,7 +69,8 @@ _WAIT_FOR_ENDS_S = 2.0
 STDERR_S = 10.0
 STDOUT_S = 600.0
 
-_MOST_BYTES_OF_A_CHARACTER = 4  # in UTF-8
+# of `\\U0001f600`, in place of a character that the encoding of stderr does not have
+_MOST_BYTES_OF_A_CHARACTER = 10
 
 _PACKAGE = Path(__file__).parents[2]
 _OWN_MODELS = tuple(str(_PACKAGE / name) for name in ("models", "data"))
@@ -327,6 +328,7 @@ def lasting_streams() -> Iterator[LastingStream]:
     What is printed on stderr is also in the log of a run. What is printed on stdout is the result
     of a command, and its reader may be a person who turns the pages.
     """
+    _open_closed_streams()
     before = sys.stdout, sys.stderr
     streams = LastingStream(before[0], STDOUT_S), LastingStream(before[1], STDERR_S)
     sys.stdout, sys.stderr = streams
@@ -338,6 +340,16 @@ def lasting_streams() -> Iterator[LastingStream]:
             stream.flush()
             if stream.broken:
                 _lead_nowhere(stream)
+
+
+def _open_closed_streams() -> None:
+    """Lets the streams whose descriptors were closed at the start (`>&-`) lead nowhere.
+
+    Python has None for them, and the next file that is opened would get what C++ code prints.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # as they are numbered
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def print_result(values: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import yaml
 from hybridtrain._base.files import (
     check_replaceable,
     json_lines,
+    read_file,
     read_json,
     reading,
     write_atomically,
@@ -232,7 +233,7 @@ def _run(path: Path, name: str) -> Run:
 
 def _config(path: Path) -> dict[str, Any]:
     with reading(path):
-        config = load_yaml(path.read_text(encoding="utf-8")) or {}
+        config = load_yaml(read_file(path).decode()) or {}
         if not isinstance(config, dict):
             raise TypeError("not a mapping")
     return config

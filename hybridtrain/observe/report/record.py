@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hybridtrain._base.files import json_lines, read_json, reading
+from hybridtrain._base.files import json_lines, read_file, read_json, reading
 from hybridtrain._base.yaml_text import load_yaml
 from hybridtrain.errors import DataError
 from hybridtrain.observe.report.settings import RunSettings
@@ -80,7 +80,7 @@ class RunRecord:
             if not isinstance(load_yaml(config) or {}, dict):
                 raise TypeError("not a mapping")
         with reading(plan):
-            cut = Plan.read(plan) if plan.exists() else None
+            cut = Plan.read(plan) if plan.is_file() else None
         with reading(timeline):
             spans = spans_of_trace(timeline)
         mark = directory / "checkpoints" / "best.json"
@@ -169,11 +169,11 @@ def _warnings(folder: Path) -> list[tuple[str, int]]:
     counts: Counter[str] = Counter()
     for path in sorted(folder.glob("rank_*.log")):
         with reading(path):
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = read_file(path).decode(errors="replace")
         matches = map(_WARNING.match, text.splitlines())
         counts.update(match["text"] for match in matches if match)
     return counts.most_common(_MOST_WARNINGS)
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return read_file(path).decode() if path.exists() else ""

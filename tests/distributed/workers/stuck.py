@@ -6,7 +6,7 @@ KIND: `stop`, it is stopped; `sleep`; `raise`; `alone` and `gather`, it calls a 
 PyTorch or of the World that the others do not call; `slow`, each of its micro-batches takes
 most of the limit, which is right. With `full:` in front, stderr is a full pipe that nobody reads.
 
-PLACE: `start`, `first`, `between`, `step`, `evaluate`, `save`, `end`.
+PLACE: `start`, `first`, `between`, `step`, `optimizer`, `evaluate`, `save`, `end`.
 """
 
 from __future__ import annotations
@@ -106,6 +106,16 @@ def data(samples: int = 64) -> TensorDataset:
     return TensorDataset(floats(samples, 4), floats(samples, 4, seed=1))
 
 
+def sgd(net: nn.Module) -> torch.optim.SGD:
+    def before_step(*_: Any) -> None:
+        if Now.step == LATER:
+            fault("optimizer")
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(before_step)
+    return optimizer
+
+
 class Own:
     """A state of the user's, which all processes save."""
 
@@ -120,7 +130,7 @@ class Own:
 def own(net: nn.Module) -> None:
     here = world()
     model = HybridModel(net, here, chunks=2)
-    step = OptimizerStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = OptimizerStep(model, sgd(model))
     for batch in Loader(data(), batch_size=8, world=here).batches():
         Now.step += 1
         step.run([batch], F.mse_loss)
@@ -138,7 +148,7 @@ def session(net: nn.Module) -> None:
     run = Session(world=world(), chunks=2)
     model, optimizer, train, evaluation = run.prepare(
         net,
-        torch.optim.SGD(net.parameters(), lr=0.1),
+        sgd(net),
         DataLoader(data(), batch_size=8),
         DataLoader(data(16), batch_size=8),
     )
@@ -177,13 +187,14 @@ def trainer(net: nn.Module) -> None:
     model = HybridModel(net, here, chunks=2)
     Trainer(
         model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
+        sgd(model),
         F.mse_loss,
         Loader(data(), batch_size=8, world=here),
         epochs=1,
         evaluation=EvalLoader(data(16), batch_size=8, world=here),
         store=CheckpointStore(folder),
         checkpoint_every_steps=6,
+        log_every=LATER,
         callbacks=[Steps()],
     ).fit()
     fault("end")

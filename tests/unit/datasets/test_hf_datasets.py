@@ -485,3 +485,21 @@ def test_a_folder_of_data_reads_nothing_outside_of_itself(named, tmp_path):
     with pytest.raises(DataError, match=r"README\.md names .*secret\.csv, which is outside"):
         read_table("path", str(folder), None)
     assert len(read_table("path", str(secret), None).splits["train"]) == 1
+
+
+@pytest.mark.parametrize("has_splits", [True, False])
+def test_a_folder_of_save_to_disk_reads_nothing_outside_of_itself(has_splits, tmp_path):
+    saved = datasets.Dataset.from_dict({"text": ["a"], "label": [0]})
+    saved.save_to_disk(str(tmp_path / "secret"))
+    mine = datasets.DatasetDict(train=saved) if has_splits else saved
+    mine.save_to_disk(str(tmp_path / "data"))
+    assert len(read_table("path", str(tmp_path / "data"), None).splits["train"]) == 1
+    file = tmp_path / "data" / ("dataset_dict.json" if has_splits else "state.json")
+    content = json.loads(file.read_text())
+    if has_splits:
+        content["splits"] = ["../secret"]
+    else:
+        content["_data_files"][0]["filename"] = "../secret/data-00000-of-00001.arrow"
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"save_to_disk names .*secret.*, which is outside"):
+        read_table("path", str(tmp_path / "data"), None)

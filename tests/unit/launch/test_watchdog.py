@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.nn.functional as F
@@ -144,14 +145,17 @@ def test_a_save_that_stands_still_is_not_waited_for(ends):
     activity.set(None)
 
 
-def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch):
-    class Gone:
-        def write(self, text=""):
-            raise BrokenPipeError
+class Gone:
+    def write(self, text=""):
+        raise BrokenPipeError
 
-        flush = write
+    flush = write
 
-    monkeypatch.setattr(sys, "stderr", Gone())
+
+@pytest.mark.parametrize("stream", [Gone(), None], ids=["gone", "closed from the start"])
+def test_the_watchdog_ends_a_run_whose_terminal_is_gone(ends, monkeypatch, stream):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
     with pytest.raises(Ended, match="4"):
         Watchdog(ProcessStore(None, 0, 1), 10, 600)._end(Failure(0, "stalled", EXIT_STALLED))
 
@@ -234,6 +238,20 @@ def test_a_layer_that_stands_still_is_named_by_stage_micro_batch_and_line():
     assert seen.what.endswith("in forward")
     assert seen.blame == 3
     assert "micro-batch" not in report(activity).what
+
+
+def test_each_micro_batch_of_a_comparison_with_plain_pytorch_is_progress(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = watchdog.Progress(activity, 10)
+    compared = activity.compared
+    progress.look()
+    pipeline(Net(), split=[2, 2]).train_step(*batch(), F.mse_loss)
+    assert activity.compared >= compared + 2
+    progress.look()
+    now[0], activity.compared = 4.0, activity.compared + 1
+    progress.look()
+    assert progress.idle_s() == 0
 
 
 def test_the_first_evaluation_as_a_whole_may_take_longer():

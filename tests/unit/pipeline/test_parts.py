@@ -164,17 +164,20 @@ class DrawsInALayer(nn.Linear):
         return super().forward(x) * (random.random() > -1)
 
 
-@pytest.mark.parametrize("module", [random, numpy.random], ids=["random", "numpy"])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(random, "random"), (numpy.random, "sample")],  # a method of the generator, and a function
+    ids=["random", "numpy"],
+)
 def test_a_number_that_each_process_would_draw_by_itself_between_layers_is_refused(
-    module: Any,
+    module: Any, name: str
 ) -> None:
-    DrawsByPython.draw = lambda: module.uniform(1.0, 2.0)
-    before = module.uniform
+    DrawsByPython.draw = lambda: getattr(module, name)()
+    before = getattr(module, name)
     parts = Parts(DrawsByPython(), 2, batch()[0], split=["c"])
-    name = rf"{module.__name__}.uniform between layers.*torch.rand"
-    with pytest.raises(SplitError, match=name):
+    with pytest.raises(SplitError, match=rf"{module.__name__}.{name} between layers.*torch.rand"):
         parts.step(*batch())
-    assert module.uniform == before  # as it was for all other code
+    assert getattr(module, name) == before  # as it was for all other code
     DrawsByPython.draw = lambda: float(torch.ones(()))
     net = DrawsByPython()
     net.b = DrawsInALayer(8, 8)  # its own process alone runs it
