@@ -308,8 +308,8 @@ class Trainer:
     def _tell_in_step(self, hook: str, *args: object) -> None:
         """Calls a hook of every step, of the callbacks that define it."""
         callbacks, known = self.callbacks, self._found_for
-        # others may come and go between two steps
-        if len(callbacks) != len(known) or not all(map(is_, callbacks, known)):
+        # callbacks may come and go during a run; equal ones may be different objects
+        if callbacks != known or not all(map(is_, callbacks, known)):
             self._found_for, self._in_step = list(callbacks), {}
         if hook not in self._in_step:
             self._in_step[hook] = [each for each in callbacks if defines(each, hook)]

@@ -419,8 +419,8 @@ class OptimizerStep:
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
-                scaled = partial(self.finite.scaler.step, optimizer)
-                take_step(optimizer, scaled if self.finite.scales else optimizer.step)
+                scaler, scales = self.finite.scaler, self.finite.scales
+                take_step(optimizer, partial(scaler.step, optimizer) if scales else optimizer.step)
         finally:
             activity.work = before
 
