@@ -596,8 +596,10 @@ class HybridModel:
         if self.options.sync_batch_norm:
             self._check_synchronised(len(sizes))
         # first-step checks use the first logical replica's share, which is a whole batch for them
-        compared = first_share(inputs), cut.of_first_share
-        kind = self._checked_kind(*compared, len(sizes), trains=True)
+        compared = inputs, targets, sizes
+        if cut.places is not None:
+            compared = first_share(inputs), first_share(targets), cut.of_first_share
+        kind = self._checked_kind(compared[0], compared[2], len(sizes), trains=True)
         input_parts = cut.of(inputs)
         target_parts = cut.of(self.to_output_device(targets))
         if not isinstance(weight, BatchWeight):
@@ -608,16 +610,14 @@ class HybridModel:
         is_whole = batch_weight.is_single_microbatch
         proof = self._checks.of_loss(
             loss,
-            compared[0],
-            first_share(targets),
-            compared[1],
+            *compared,
             is_whole=is_whole,
             has_targets=self._batch_check.has_targets,
             evaluate=self._evaluate,
         )
 
         def head(microbatch: int, output: Any) -> HeadOutput:
-            if proof is not None and microbatch < len(compared[1]):
+            if proof is not None and microbatch < len(compared[2]):
                 proof.observe(microbatch, output)
             # the mean over zero items would be NaN
             factor = batch_weight.weights[microbatch]

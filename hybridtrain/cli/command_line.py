@@ -8,6 +8,7 @@ directory.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import re
@@ -133,6 +134,8 @@ def _loaded(command: str) -> Callable[..., Any]:
     function = COMMANDS[command].load()
     if not gc.isenabled():
         gc.freeze()
+        # or Triton, whose bindings look at exit for objects that live, prints 30 lines about them
+        atexit.register(gc.unfreeze)
         gc.enable()
     return function
 

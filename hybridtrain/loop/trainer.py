@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -146,7 +148,7 @@ class Trainer:
             loss_scale=self.options.loss_scale,
             clip_norm=self.options.clip_norm,
             max_skipped=self.options.max_skipped,
-            on_gradients=lambda: self._tell_in_step("on_gradients"),
+            on_gradients=partial(self._tell_in_step, "on_gradients"),
         )
         self._finite = self._step.finite
         self.loss_fn = self._chosen_loss(loss_fn)
@@ -168,8 +170,9 @@ class Trainer:
             (each for each in callbacks if self.world.is_main or not each.main_only),
             key=lambda each: (isinstance(each, Tracker), each.main_only),
         )
-        # the callbacks that define these hooks, found at the beginning of a run
-        self._in_step: dict[str, list[Callback]] = {"on_gradients": [], "on_step": []}
+        # which callbacks define the hooks of every step, for the list that it was found for
+        self._in_step: dict[str, list[Callback]] = {}
+        self._found_for: list[Callback] = []
         self.texts: Mapping[str, str] = {}
         self.logging = False
         if callback_states := CallbackStates(self, self.callbacks):
@@ -237,8 +240,6 @@ class Trainer:
                 finishing_saves(self.store, self.world),
             ):
                 self._tell("on_start")
-                for hook, defining in self._in_step.items():
-                    defining[:] = [each for each in self.callbacks if defines(each, hook)]
                 self.model.zero_grad()  # left by an earlier fit that ended inside a step
                 self.optimizer.zero_grad()
                 self._try_evaluation()
@@ -306,6 +307,12 @@ class Trainer:
 
     def _tell_in_step(self, hook: str, *args: object) -> None:
         """Calls a hook of every step, of the callbacks that define it."""
+        callbacks, known = self.callbacks, self._found_for
+        # callbacks may come and go during a run; equal ones may be different objects
+        if callbacks != known or not all(map(is_, callbacks, known)):
+            self._found_for, self._in_step = list(callbacks), {}
+        if hook not in self._in_step:
+            self._in_step[hook] = [each for each in callbacks if defines(each, hook)]
         for callback in self._in_step[hook]:
             call_hook(callback, hook, self, *args)
 
@@ -672,8 +679,7 @@ class Trainer:
             tokens += batch.tokens
         self.samples += samples
         self.throughput.tick(samples, tokens)
-        if self._in_step["on_step"]:
-            self._tell_in_step("on_step", samples)
+        self._tell_in_step("on_step", samples)
         if timeline:
             self._stats.end_phase("host")
         return norm

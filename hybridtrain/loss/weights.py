@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, repeat
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -333,9 +333,6 @@ def copied_to_host(counts: Sequence[int | float | Tensor]) -> Callable[[], Seque
             raises it.
     """
     tensors = [count for count in counts if isinstance(count, Tensor)]
-    if not tensors:
-        checked = _checked(cast("Sequence[float]", counts))
-        return lambda: checked
     if len(tensors) < len(counts) or accelerator_of(tensors[0].device) is None:
         numbers = _checked([c.item() if isinstance(c, Tensor) else c for c in counts])
         return lambda: numbers

@@ -136,9 +136,14 @@ class LayerRNG:
         """
         return _ForwardDraws(self, microbatch) if self.active else _NOT_SEEDED
 
-    def drawing_in_part(self, microbatch: int) -> _ForwardDraws | _NotSeeded:
-        """Returns the same for a forward on fake tensors, or of which other processes run parts."""
-        return _DrawsOfParts(self, microbatch) if self.active else _NOT_SEEDED
+    def drawing_in_part(self, microbatch: int, begins_here: bool) -> _ForwardDraws | _NotSeeded:
+        """Returns the same for a forward on fake tensors, or of which other processes run parts.
+
+        Args:
+            microbatch: the index of the micro-batch.
+            begins_here: whether its first stage is one of this process.
+        """
+        return _DrawsOfParts(self, microbatch, begins_here) if self.active else _NOT_SEEDED
 
     def rehearsing(self) -> LayerRNG:
         """Returns the same random numbers, for a forward that leaves no trace in these."""
@@ -329,6 +334,8 @@ class _ForwardDraws(_SeededDraws):
             not, setting `layer` and `unit` does the same, in less time.
     """
 
+    _begins_here = True
+
     def __init__(self, rng: LayerRNG, microbatch: int) -> None:
         super().__init__()
         self._rng = rng
@@ -390,7 +397,7 @@ class _ForwardDraws(_SeededDraws):
             self._own, self.seeds_device = None, False
 
     def __enter__(self) -> _ForwardDraws:
-        if self._rng.own_generator is not None:
+        if self._begins_here and self._rng.own_generator is not None:
             self.enter_stage()
         super().__enter__()
         return self
@@ -455,7 +462,17 @@ class _ForwardDraws(_SeededDraws):
 
 
 class _DrawsOfParts(_ForwardDraws):
-    """The draws of a forward of which other processes run parts, on fake tensors here."""
+    """The draws of a forward of which other processes run parts, on fake tensors here.
+
+    Args:
+        rng, microbatch: as for `_ForwardDraws`.
+        begins_here: whether the first stage is in this process. Otherwise the context does not
+            touch the device's generator: before its turn, another forward may draw from it.
+    """
+
+    def __init__(self, rng: LayerRNG, microbatch: int, begins_here: bool) -> None:
+        super().__init__(rng, microbatch)
+        self._begins_here = begins_here
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draws by place; a draw on fake tensors is only counted."""

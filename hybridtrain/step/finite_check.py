@@ -49,7 +49,8 @@ class FiniteCheck:
         adaptive_scale: whether the scaler adapts its scale.
 
     Attributes:
-        scaler: as passed.
+        scaler: the loss scaler.
+        scales: whether it is enabled.
         skipped: the number of steps skipped since the run began because of a non-finite value.
         empty: the number of steps skipped because no target counted.
         overflows: the number of steps skipped because scaled fp16 gradients overflowed.
@@ -64,12 +65,16 @@ class FiniteCheck:
     ) -> None:
         self.skipped = self.overflows = self.empty = 0
         self._model = model
-        self.scaler = scaler
+        self.use_scaler(scaler)
         self._max_skipped = max_skipped
         self._adaptive_scale = adaptive_scale
         self._buffers = BufferSnapshot(model.net)
         self._consecutive = 0
         self._began: tuple[int, str] = 0, ""  # the first of the consecutive skipped steps
+
+    def use_scaler(self, scaler: GradScaler) -> None:
+        """Sets the loss scaler."""
+        self.scaler, self.scales = scaler, scaler.is_enabled()
 
     @property
     def skipping(self) -> bool:

@@ -70,9 +70,10 @@ class LossMean:
     def gather(self) -> None:
         """Sums the losses of all replicas, for `state_dict`; a collective call."""
         self.fold()
-        sums = torch.zeros(self._model.world.logical_replicas, 2, dtype=torch.float64)
+        rows = [[0.0, 0.0] for _ in range(self._model.world.logical_replicas)]
         for replica, total in self._sums.items():
-            sums[replica] = torch.tensor([float(total), self._counts[replica]], dtype=torch.float64)
+            rows[replica] = [float(total), self._counts[replica]]
+        sums = torch.tensor(rows, dtype=torch.float64)
         losses, counts = zip(*self._model.reduce_loss(sums).tolist(), strict=True)
         self._gathered = self._gathered[0] + sum(losses), self._gathered[1] + sum(counts)
         self._sums, self._counts = {}, {}

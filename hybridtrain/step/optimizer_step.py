@@ -243,7 +243,7 @@ class OptimizerStep:
         self.optimizers.append(optimizer)
         self._all_take_found_inf = None
         if scaler is not None and not self.scaler.is_enabled():
-            self.finite.scaler = scaler
+            self.finite.use_scaler(scaler)
 
     # --- a whole step
 
@@ -347,14 +347,13 @@ class OptimizerStep:
         if weights is None or step.loss_fn is None or index >= len(weights):
             raise BatchError("call train_step() once for each batch passed to begin()")
         is_last = index + 1 == len(weights)
-        scaler = self.finite.scaler
         result = self.model.train_step(  # [2]
             inputs,
             targets,
             step.loss_fn,
             weight=weights[index],
             sync=is_last,
-            scale_loss=scaler.scale if scaler.is_enabled() else None,
+            scale_loss=self.finite.scaler.scale if self.finite.scales else None,
             timeline=timeline,
         )
         step.is_trained = is_last
@@ -377,10 +376,9 @@ class OptimizerStep:
                 self._compare_over_ranks()
             if self._check is not None:
                 self._check.drop_gradients_left_out(self.optimizers)  # [3]
-            scaler = self.finite.scaler
-            if scaler.is_enabled():
+            if self.finite.scales:
                 for optimizer in self.optimizers:
-                    self.model.unscale_(scaler, optimizer)
+                    self.model.unscale_(self.finite.scaler, optimizer)
                 step.is_unscaled = True
             self._on_gradients()
             step.norm = self.model.pipeline.grad_norm()
@@ -421,8 +419,7 @@ class OptimizerStep:
             if self._decides_on_device():  # [4]
                 self._take_on_device(optimizer, norm)
             elif self._is_allowed():
-                scaler = self.finite.scaler
-                scales = scaler.is_enabled()
+                scaler, scales = self.finite.scaler, self.finite.scales
                 take_step(optimizer, partial(scaler.step, optimizer) if scales else optimizer.step)
         finally:
             activity.work = before
@@ -461,7 +458,7 @@ class OptimizerStep:
         step = self.in_progress
         if self._all_take_found_inf is False or step.may_step is not None or step.norm is None:
             return False
-        if step.is_empty or self.finite.scaler.is_enabled():
+        if step.is_empty or self.finite.scales:
             return False
         if self._all_take_found_inf is None:
             if accelerator_of(step.norm.device) is None:
@@ -521,10 +518,8 @@ class OptimizerStep:
         starts with the values for training.
         """
         self._trains = training
-        switch = "train" if training else "eval"
         for optimizer in self.optimizers:
-            if hasattr(optimizer, switch):
-                show_weights(optimizer, training)
+            show_weights(optimizer, training)
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from hybridtrain import World
 from hybridtrain._base.microbatch import chunk_sizes, split
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Planner
-from hybridtrain.pipeline import HeadOutput, PartsHere
+from hybridtrain.pipeline import HeadOutput, LayerRNG, PartsHere
 from hybridtrain.schedule import make_schedule
 from hybridtrain.verification import CutModel, ForwardCheck
 
@@ -81,3 +81,8 @@ class Parts:
     def buffers(self) -> dict[str, Tensor]:
         """The buffers, by name."""
         return self._parts.buffers()
+
+    @property
+    def rngs(self) -> list[LayerRNG]:
+        """The random numbers of each process."""
+        return self._parts.rngs

@@ -40,6 +40,7 @@ from hybridtrain.pipeline.forward.part_trip import (
     RehearsedLayers,
     attributes_of,
     is_elsewhere,
+    modules_of,
 )
 from hybridtrain.pipeline.forward.places import places_of
 from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal
@@ -114,6 +115,8 @@ class PartEngine(ForwardEngine):
         self.known: dict[Hashable, Rehearsal] = {}
         self._here = threading.local()
         self._mode_of_copies = FakeTensorMode(allow_non_fake_inputs=True)
+        # Operations on new shapes are in no cache, and PyTorch would keep each of them for good.
+        self._mode_of_copies.cache_enabled = False
         self._copies: dict[tuple[bool, ...], _Copy] = {}  # by the modes of the modules
         self.rehearsals: list[Rehearsal] = []  # of the micro-batches of the step
 
@@ -148,8 +151,7 @@ class PartEngine(ForwardEngine):
         """Returns the rehearsal of each micro-batch; runs those of new kinds."""
         model: list[Model] = []  # a copy, made once if it is needed
         rehearsals = []
-        for microbatch in range(step.schedule.chunks):
-            kind = self._kind_of(step, microbatch)
+        for microbatch, kind in enumerate(self._kind_of_step(step)):
             rehearsal = self.known.get(kind)
             if rehearsal is None:
                 model = model or [self._copy()]
@@ -160,19 +162,19 @@ class PartEngine(ForwardEngine):
             rehearsals.append(rehearsal)
         return rehearsals
 
-    def _kind_of_step(self, step: Step) -> Hashable:
-        return tuple(self._kind_of(step, number) for number in range(step.schedule.chunks))
-
-    def _kind_of(self, step: Step, microbatch: int) -> Hashable:
-        """Returns what the code of a micro-batch's forward depends on."""
-        inputs = tree_map(without_values, step.source(microbatch), is_leaf=is_elsewhere)
-        leaves, spec = tree_flatten(inputs, is_leaf=is_elsewhere)
+    def _kind_of_step(self, step: Step) -> tuple[Hashable, ...]:
+        """Returns what the code of each micro-batch's forward depends on."""
         state = step.thread_state, step.schedule.trains, self._modes_of_modules
-        return spec, state, tuple(map(_fact, leaves))
+        kinds = []
+        for microbatch in range(step.schedule.chunks):
+            inputs = tree_map(without_values, step.source(microbatch), is_leaf=is_elsewhere)
+            leaves, spec = tree_flatten(inputs, is_leaf=is_elsewhere)
+            kinds.append((spec, state, tuple(map(_fact, leaves))))
+        return tuple(kinds)
 
     @property
     def _modes_of_modules(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self._model.net.modules())
+        return tuple(module.training for module in modules_of(self._model.net))
 
     def _copy(self) -> Model:
         """Returns a copy of the model on fake tensors; the last one if nothing has changed since.
@@ -216,7 +218,7 @@ class PartEngine(ForwardEngine):
     def _rehearse(self, step: Step, microbatch: int, model: Model) -> Rehearsal:
         """Runs the forward of a copy of the model on fake tensors, as of a micro-batch."""
         trains = step.makes_graphs
-        draws = self._rng.rehearsing().drawing_in_part(0)
+        draws = self._rng.rehearsing().drawing_in_part(0, begins_here=True)
         trip = RehearsalTrip(self._mode_of_copies, model, draws, trains)
         arguments = arguments_of(model.net, step.source(microbatch))
         try:
@@ -243,7 +245,10 @@ class PartEngine(ForwardEngine):
         ]
         install([module for of_stage in modules for module in of_stage])
         install([copy.get_submodule(name) for name in planned.opened.values()])
-        runs = {stage: RehearsedLayers(of_stage) for stage, of_stage in enumerate(modules)}
+        structures: dict[Hashable, int] = {}
+        runs = {
+            stage: RehearsedLayers(of_stage, structures) for stage, of_stage in enumerate(modules)
+        }
         parameters = dict(copy.named_parameters())
         owners = {
             id(parameters[name]): model.owners[id(parameter)]
@@ -298,7 +303,7 @@ class PartRun(StepRun):
             engine.stand_ins,
             self._model,
             microbatch,
-            engine._rng.drawing_in_part(microbatch),
+            engine._rng.drawing_in_part(microbatch, begins_here=0 in self._stages),
             self._enter,
             self._leave,
             self.step.makes_graphs,

@@ -447,18 +447,23 @@ class RehearsedLayers:
 
     Args:
         modules: the modules of the layers, in the copy of the model.
+        structures: the numbers of the structures so far, for all stages.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], structures: dict[Hashable, int]) -> None:
         self._modules = modules
-        self._structures = [_structure(module) for module in modules]
+        # by number: a structure is a large tuple, which each look-up would hash and compare
+        self._structures = [
+            structures.setdefault(_structure(module), len(structures)) for module in modules
+        ]
 
     def run(self, position: int, trip: RehearsalTrip, args: Any, kwargs: Any) -> Any:
         """Returns what a layer returns, on fake tensors."""
-        args, kwargs = tree_map_only(Tensor, trip._fake, (args, kwargs))
         assert trip.layer is not None
         device, stashes = trip._model.devices[0], trip.layer.stashes
         leaves, spec = tree_flatten((args, kwargs))
+        leaves = [trip._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = tree_unflatten(leaves, spec)
         formats = tuple(
             ValueFormat.of(leaf) if isinstance(leaf, Tensor) else _plain_or_type(leaf)
             for leaf in leaves
@@ -488,28 +493,29 @@ class RehearsedLayers:
 
 
 def _structure(module: nn.Module) -> Hashable:
-    """Returns what two layers of equal code have in common.
-
-    Their plain attributes, but not their places in the model, and the same other objects, such as a
-    config.
-    """
+    """Returns what two layers of equal code have in common."""
     return tuple(
-        (
-            name,
-            type(part),
-            part.training,
-            part.extra_repr(),
-            *(
-                (n, None if t is None else (t.shape, t.dtype, t.requires_grad))
-                for n, t in (*part._parameters.items(), *part._buffers.items())
-            ),
-            *(
-                (n, v if _is_plain(v) else id(v))
-                for n, v in vars(part).items()
-                if n not in _OF_MODULES and not n.endswith(_PLACES)
-            ),
-        )
-        for name, part in module.named_modules()
+        (name, part.extra_repr(), *_facts_of(part)) for name, part in module.named_modules()
+    )
+
+
+def _facts_of(part: nn.Module) -> tuple[Hashable, ...]:
+    """Returns what a module has besides other modules.
+
+    Its plain attributes, but not its place in the model, and which other objects, such as a config.
+    """
+    return (
+        type(part),
+        part.training,
+        *(
+            (n, None if t is None else (t.shape, t.dtype, t.requires_grad))
+            for n, t in (*part._parameters.items(), *part._buffers.items())
+        ),
+        *(
+            (n, v if _is_plain(v) else id(v))
+            for n, v in vars(part).items()
+            if n not in _OF_MODULES and not n.endswith(_PLACES)
+        ),
     )
 
 
@@ -519,28 +525,45 @@ def attributes_of(net: nn.Module) -> Hashable:
     Its modules, their attributes, those of other objects such as a config, and how many values
     lists and tables have.
     """
+    facts: list[Hashable] = []
     objects: dict[int, Hashable] = {}
-    for part in net.modules():
+    for part in modules_of(net):
+        facts.append((tuple(part._modules.keys()), _facts_of(part)))
         for name, value in vars(part).items():
-            if name in _OF_MODULES or isinstance(value, Tensor | nn.Module) or _is_plain(value):
+            if name in _OF_MODULES or _is_plain(value) or id(value) in objects:
+                continue  # most layers have the same config
+            if isinstance(value, Tensor | nn.Module):
                 continue
             if isinstance(value, Sized):
                 objects[id(value)] = len(value)
             elif hasattr(value, "__dict__"):
                 plain = ((n, v) for n, v in vars(value).items() if _is_plain(v))
                 objects[id(value)] = tuple(plain)
-    return _structure(net), tuple(objects.items())
+    return tuple(facts), tuple(objects.items())
+
+
+def modules_of(net: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a model; `net.modules()` also makes their names, in more time."""
+    modules = {id(net): net}
+    pending = [net]
+    while pending:
+        for part in pending.pop()._modules.values():
+            if part is not None and id(part) not in modules:
+                modules[id(part)] = part
+                pending.append(part)
+    return list(modules.values())
 
 
 # what each module has; the call is that of a layer, or of compiled code, which a copy does not run
 _OF_MODULES = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+_PLAIN_VALUES = (str, bool, float, int)
 _PLACES = ("idx", "index", "layer_id", "layer_number")  # names of a layer's place in the model
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):  # such as the shape of a LayerNorm
         return all(map(_is_plain, value))
-    return isinstance(value, str | bool | float | int)
+    return isinstance(value, _PLAIN_VALUES)
 
 
 def _plain_or_type(leaf: Any) -> Any:

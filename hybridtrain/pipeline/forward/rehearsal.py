@@ -88,6 +88,7 @@ class LayerOutput:
         given = {id(leaf): place for place, leaf in enumerate(tree_flatten(arguments)[0])}
         made: dict[int, int] = {}
         self._made: dict[FakeTensorMode, list[Tensor | None]] = {}
+        self._patterns: dict[FakeTensorMode, list[Tensor]] = {}  # for `new`, of all equal layers
         self.formats: list[ValueFormat] = []
         self._leaves: list[Any] = []
         for leaf in leaves:
@@ -121,7 +122,16 @@ class LayerOutput:
 
     def new(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
         """Returns an output without values, of new tensors; see `stand_in`."""
-        return self._with_tensors([None] * len(self.formats), mode, device, arguments)
+        if mode not in self._patterns:
+            self._patterns[mode] = [fake_of(form, mode, device) for form in self.formats]
+        made: list[Tensor | None] = []
+        # one operation on fake tensors; to make such a tensor takes two
+        with mode, torch.enable_grad(), torch._C.DisableTorchFunction():
+            for pattern in self._patterns[mode]:
+                tensor = pattern.clone()
+                # other strides for one that is not dense
+                made.append(tensor if tensor.stride() == pattern.stride() else None)
+        return self._with_tensors(made, mode, device, arguments)
 
     def _with_tensors(
         self,

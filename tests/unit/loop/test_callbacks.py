@@ -72,6 +72,20 @@ def test_each_hook_is_called_at_its_place(tmp_path):
     assert ("evaluation_batch", 2) in diary.lines
 
 
+def test_a_callback_that_comes_during_a_run_is_called_from_then_on():
+    class Invites(Callback):
+        def on_step(self, trainer, samples):
+            if trainer.step == 1:
+                trainer.callbacks.append(diary)
+            elif trainer.step == 3:
+                trainer.callbacks.remove(diary)
+
+    diary = Diary()
+    trainer(steps=4, callbacks=[Invites()]).fit()
+    of_steps = [line for line in diary.lines if line[0] in ("gradients", "step")]
+    assert of_steps == [("gradients", 1), ("step", 2), ("gradients", 2), ("step", 3)]
+
+
 def test_an_exception_is_told_and_every_callback_ends():
     class Failing(Diary):
         def __getattribute__(self, name):

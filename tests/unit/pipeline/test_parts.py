@@ -9,6 +9,7 @@ import copy
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.forward_nets import CHUNKS, Net, batch, pipeline, plain_step
+from support.nets import GPUGenerator
 from support.parts import Parts
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -519,6 +521,19 @@ def test_a_stashed_value_that_no_layer_declares_does_not_cross_and_says_how_to()
     parts = Parts(net, 2, batch()[0])
     with pytest.raises(KeyError, match=r"`stashes`.*`pops`"):
         parts.step(*batch())
+
+
+# Random numbers of devices
+
+
+def test_each_process_leaves_the_generator_of_its_device_as_it_was() -> None:
+    parts = Parts(Net(), 3, batch()[0])
+    generators = [GPUGenerator() for _ in parts.rngs]
+    for rng, generator in zip(parts.rngs, generators, strict=True):
+        generator.set_offset(8)
+        rng.own_generator = cycle([generator]).__next__  # type: ignore[assignment]
+    parts.step(*batch())
+    assert [(g.initial_seed(), g.get_offset()) for g in generators] == [(0, 8)] * 3
 
 
 # Kinds of micro-batches
