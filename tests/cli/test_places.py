@@ -149,10 +149,7 @@ def leaf(values: dict[str, Any]) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("variant", OUTSIDE)
-@pytest.mark.quick_cases(
-    *("an interpolation", "..", "another name", "profile", "mlflow's server", "wandb's team"),
-    *("best_weights", "output_dir", "output_dir in a hidden folder", "push_to", "a download"),
-)
+@pytest.mark.quick_cases("an interpolation", "profile", "mlflow's server", "output_dir", "push_to")
 def test_what_a_recipe_may_not_say_is_refused_and_the_advice_allows_it(
     variant: str, home: Path
 ) -> None:
@@ -257,6 +254,7 @@ def test_a_typed_part_of_a_mapping_does_not_allow_the_rest_of_it(home: Path) -> 
         ("run_name", "$(touch PWN)"),
     ],
 )
+@pytest.mark.quick_cases(5)
 def test_a_name_in_a_file_is_plain(
     key: str, name: str, home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +297,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("way", ["recipe", "run", "typed"])
+@pytest.mark.quick_cases("recipe", "typed")
 def test_credentials_of_mlflow_go_where_the_command_line_says(
     way: str, server: str, home: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +361,7 @@ def test_the_printed_command_of_the_best_run_has_no_place_of_a_stranger(
 
 @pytest.mark.parametrize("way", ["recipe", "run"])
 @pytest.mark.parametrize("key", ["setup", "srun_args", "container"])
-@pytest.mark.quick_cases("setup-recipe", "container-run")
+@pytest.mark.quick_cases("container-run")
 def test_a_job_runs_no_command_of_a_recipe_or_a_run(
     key: str, way: str, home: Path, finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,7 +424,7 @@ def test_the_metrics_file_of_the_command_line_is_replaced_only_if_it_is_one(
         "predict run_name=digits output=f.npy",
     ],
 )
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("results outputs output=f.csv", "predict run_name=digits output=f.jsonl")
 def test_an_output_replaces_only_a_file_of_its_kind(
     command: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -462,6 +461,7 @@ def test_a_folder_that_is_no_run_is_not_written_to(
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "best_weights", "export"])
+@pytest.mark.quick_cases("checkpoints")
 def test_a_folder_of_a_run_that_is_a_link_is_refused(
     name: str, home: Path, finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -210,6 +210,7 @@ VIT = [
 
 
 @pytest.mark.parametrize("run", ["pets", "texts"])
+@pytest.mark.quick_cases("texts")
 def test_new_samples_are_predicted_without_the_training_data(
     run: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

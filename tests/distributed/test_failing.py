@@ -46,6 +46,7 @@ def test_a_step_whose_evaluation_fails_on_a_rank_is_saved_and_the_run_goes_on_ex
 
 
 @pytest.mark.parametrize("failing", ["train", "evaluation"])
+@pytest.mark.quick_cases("evaluation")
 def test_an_error_of_the_only_process_that_fails_to_read_a_stream_ends_all(failing, tmp_path):
     status, output = forked_script(4, "failing_stream.py", tmp_path, failing)
     assert status == 1, output

@@ -36,6 +36,7 @@ def last_words(folder, *arguments):
         ("session", "loss", 1, "rank 1", " (in the forward of micro-batch 0 on stage 0"),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_an_uncaught_error_is_the_last_line_of_every_process(
     height, place, who, name, where, tmp_path
 ):

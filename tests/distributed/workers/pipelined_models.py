@@ -116,7 +116,7 @@ def _(world):
     assert not torch.equal(gathered[0], gathered[1])
 
 
-@cells.add("Accelerate's loop equals the same with DistributedDataParallel")
+@cells.add("Accelerate's loop equals the same with DistributedDataParallel", thorough=True)
 def _(world):
     accelerate = pytest.importorskip("accelerate")
 
