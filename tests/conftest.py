@@ -26,7 +26,7 @@ tqdm.set_lock(threading.RLock())
 # An example may take any time: no verdict depends on how busy the machine is. The quick command
 # draws fewer than Hypothesis' 100.
 settings.register_profile("--all", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("quick", deadline=None, max_examples=15)
 settings.load_profile("quick")
 
 # Files that take half a minute and more, also with `--all`. They begin first, so that none is left

@@ -57,6 +57,7 @@ def test_the_adamw_of_muon_is_fused_and_other_optimizers_ignore_auto() -> None:
     assert fused(option("adadelta", fused="auto")) is None
 
 
+@pytest.mark.thorough
 def test_a_run_that_began_without_the_key_resumes_without_fused_kernels(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -65,6 +65,7 @@ def of_run(run: Path, name: str, change: Callable[[dict[str, Any]], None]) -> Pa
     return target
 
 
+@pytest.mark.thorough
 def test_a_recipe_does_not_replace_a_file_of_the_user(home: Path) -> None:
     """The attack: a CSV file with a command in its header, in the place of .bashrc."""
     metrics = {"metrics": {"$(touch PWN)": ACCURACY}}
