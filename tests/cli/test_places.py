@@ -150,7 +150,15 @@ def leaf(values: dict[str, Any]) -> tuple[str, Any]:
 
 
 @pytest.mark.parametrize("variant", OUTSIDE)
-@pytest.mark.quick_cases("an interpolation", "profile", "mlflow's server", "output_dir", "push_to")
+@pytest.mark.quick_cases(
+    "an interpolation",
+    "another name",
+    "profile",
+    "mlflow's server",
+    "output_dir",
+    "push_to",
+    "a download",
+)
 def test_what_a_recipe_may_not_say_is_refused_and_the_advice_allows_it(
     variant: str, home: Path
 ) -> None:
@@ -362,7 +370,7 @@ def test_the_printed_command_of_the_best_run_has_no_place_of_a_stranger(
 
 @pytest.mark.parametrize("way", ["recipe", "run"])
 @pytest.mark.parametrize("key", ["setup", "srun_args", "container"])
-@pytest.mark.quick_cases("container-run")
+@pytest.mark.quick_cases("setup-recipe", "container-run")
 def test_a_job_runs_no_command_of_a_recipe_or_a_run(
     key: str, way: str, home: Path, finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
