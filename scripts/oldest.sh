@@ -21,4 +21,4 @@ grep -q '^numpy==1\.' $environment/oldest.txt && echo "pyarrow<26" >>$environmen
 "${requirements[@]}" --extra text --extra dev --constraint $environment/constraints.txt --output-file $environment/all.txt
 python -m pip install --disable-pip-version-check --constraint $environment/all.txt -e ".[text,dev]"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder "$@"
+python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@"

@@ -38,14 +38,35 @@ echo "== mypy and pytest, at the same time"
 types=$(mktemp)
 mypy >"$types" 2>&1 &
 checker=$!
-trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
 # a file in one process, since its launches are shared by its tests; three at a time, since they wait
 # for one another, and with one thread each, since they are more than the cores of a small machine
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # the tests start hundreds of interpreters, which would compile the package anew
 unset PYTHONDONTWRITEBYTECODE
+
+# Ends the tests after some time: the workers of pytest first, which write down where they are, so
+# that it says which test each of them ran; then pytest itself, if that does not end it.
+end_tests() {
+    trap 'kill $! 2>/dev/null; exit' TERM
+    sleep "$1" &
+    wait
+    echo "error: the tests are not done after $1 s" >&2
+    local tests
+    tests=$(pgrep -P $$ -f "python -m pytest")
+    pkill -ABRT -P "$tests" || true
+    sleep 60
+    kill -ABRT "$tests"
+}
+
+limit=2700
+case " $* " in *" --all "*) limit=14400 ;; esac
+end_tests "$limit" &
+watcher=$!
+trap 'kill $checker $watcher 2>/dev/null || true; rm -f "$types"' EXIT
 status=0
-python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=15 "$@" || status=$?
+# a worker that has died is not replaced: the new one would run the same test again, and die of it
+python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
+    --durations=15 "$@" || status=$?
 echo "== mypy"
 wait $checker || status=1
 cat "$types"

@@ -23,7 +23,7 @@ from hybridtrain.schedule import registry
 # An example may take any time: no verdict depends on how busy the machine is. The quick command
 # draws fewer than Hypothesis' 100.
 settings.register_profile("--all", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=30)
+settings.register_profile("quick", deadline=None, max_examples=15)
 settings.load_profile("quick")
 
 # Files that take half a minute and more, also with `--all`. They begin first, so that none is left
@@ -34,18 +34,31 @@ LONG = (
     "test_soak",
     "test_first_commands",
     "test_hub",
+    "test_two_processes",
+    "test_reading",
+    "test_number_of_processes",
+    "test_torchrun",
     "test_smp",
     "test_across_processes",
-    "test_two_processes",
+    "test_hf_trainer",
+    "test_places",
     "test_readme",
-    "test_torchrun",
-    "test_recipes",
+    "test_base_files",
+    "test_predict",
+    "test_fine_tuning",
+    "test_real_files",
     "test_command_line",
+    "test_parts_of_commands",
+    "test_stuck",
+    "test_gpu_check",
+    "test_monitors",
+    "test_step_account",
+    "test_strangers_files",
+    "test_recipes",
     "test_own_config",
     "test_search",
     "test_plan_for_hardware",
     "test_output_loss",
-    "test_monitors",
     "test_submit",
     "test_check",
     "test_plan_answers",

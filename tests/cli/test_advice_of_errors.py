@@ -516,12 +516,7 @@ def test_every_advice_is_tried() -> None:
 @pytest.mark.parametrize("case", TRIED, ids=lambda case: case.part)
 # six that end at once, or train one short run
 @pytest.mark.quick_cases(
-    "resume=null: set resume=auto",
-    "is marked as the best; train with",
-    "would compute only padding",
-    "not with a sweep (--multirun)",
-    "not recipe={}: set another",
-    "so it is not the config of a run",
+    "resume=null: set resume=auto", "would compute only padding", "not with a sweep (--multirun)"
 )
 @pytest.mark.usefixtures("copied")
 def test_the_advice_of_an_error_gets_further(

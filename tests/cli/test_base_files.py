@@ -70,7 +70,7 @@ def read(path: Path, *without: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "bart"])
-@pytest.mark.quick_cases("llama", "bart")
+@pytest.mark.quick_cases("llama")
 def test_an_export_has_the_files_of_its_base_unchanged(
     kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

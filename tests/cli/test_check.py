@@ -200,7 +200,7 @@ def checked(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[s
 
 
 @pytest.mark.parametrize("case", PLANTED)
-@pytest.mark.quick_cases("unknown key", "batch smaller than replicas", "missing checkpoint")
+@pytest.mark.quick_cases("batch smaller than replicas", "missing checkpoint")
 def test_a_planted_error_is_found_and_nothing_is_written(
     case: str, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

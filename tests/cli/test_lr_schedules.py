@@ -40,6 +40,7 @@ RATES: dict[str, tuple[list[str], Callable[[int], float]]] = {
 
 
 @pytest.mark.parametrize("name", RATES)
+@pytest.mark.quick_cases("wsd", "inverse_sqrt with a warm-up")
 def test_a_schedule_by_name_sets_the_rate_of_each_step(
     name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

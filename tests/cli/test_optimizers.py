@@ -57,6 +57,7 @@ def test_the_adamw_of_muon_is_fused_and_other_optimizers_ignore_auto() -> None:
     assert fused(option("adadelta", fused="auto")) is None
 
 
+@pytest.mark.thorough
 def test_a_run_that_began_without_the_key_resumes_without_fused_kernels(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_run_that_began_without_the_key_resumes_without_fused_kernels(
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw8bit"])
+@pytest.mark.quick_cases("adamw8bit")
 def test_a_run_with_muon_or_state_in_8_bits_resumes_bitwise_on_other_stages(
     optim: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def of_run(run: Path, name: str, change: Callable[[dict[str, Any]], None]) -> Pa
     return target
 
 
+@pytest.mark.thorough
 def test_a_recipe_does_not_replace_a_file_of_the_user(home: Path) -> None:
     """The attack: a CSV file with a command in its header, in the place of .bashrc."""
     metrics = {"metrics": {"$(touch PWN)": ACCURACY}}
@@ -150,8 +151,13 @@ def leaf(values: dict[str, Any]) -> tuple[str, Any]:
 
 @pytest.mark.parametrize("variant", OUTSIDE)
 @pytest.mark.quick_cases(
-    *("an interpolation", "..", "another name", "profile", "mlflow's server", "wandb's team"),
-    *("best_weights", "output_dir", "output_dir in a hidden folder", "push_to", "a download"),
+    "an interpolation",
+    "another name",
+    "profile",
+    "mlflow's server",
+    "output_dir",
+    "push_to",
+    "a download",
 )
 def test_what_a_recipe_may_not_say_is_refused_and_the_advice_allows_it(
     variant: str, home: Path
@@ -257,6 +263,7 @@ def test_a_typed_part_of_a_mapping_does_not_allow_the_rest_of_it(home: Path) -> 
         ("run_name", "$(touch PWN)"),
     ],
 )
+@pytest.mark.quick_cases(5)
 def test_a_name_in_a_file_is_plain(
     key: str, name: str, home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,6 +306,7 @@ def server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("way", ["recipe", "run", "typed"])
+@pytest.mark.quick_cases("recipe", "typed")
 def test_credentials_of_mlflow_go_where_the_command_line_says(
     way: str, server: str, home: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +433,7 @@ def test_the_metrics_file_of_the_command_line_is_replaced_only_if_it_is_one(
         "predict run_name=digits output=f.npy",
     ],
 )
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases("results outputs output=f.csv", "predict run_name=digits output=f.jsonl")
 def test_an_output_replaces_only_a_file_of_its_kind(
     command: str, copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -462,6 +470,7 @@ def test_a_folder_that_is_no_run_is_not_written_to(
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "best_weights", "export"])
+@pytest.mark.quick_cases("checkpoints")
 def test_a_folder_of_a_run_that_is_a_link_is_refused(
     name: str, home: Path, finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

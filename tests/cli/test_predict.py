@@ -210,6 +210,7 @@ VIT = [
 
 
 @pytest.mark.parametrize("run", ["pets", "texts"])
+@pytest.mark.quick_cases("texts")
 def test_new_samples_are_predicted_without_the_training_data(
     run: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,6 +308,7 @@ def test_spans_are_those_of_conlleval(tags: str, spans: list[tuple[str, int, int
     assert [(span["class"], span["start"], span["end"]) for span in found] == spans
 
 
+@pytest.mark.thorough
 def test_texts_are_not_predicted_but_generated_by_the_export_that_the_error_names(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -73,7 +73,7 @@ def test_the_memory_of_a_step_is_predicted_where_the_speed_is_not_known(model):
         ("gpipe", "never", "all"),
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_the_memory_of_recomputed_and_offloaded_layers_is_predicted(schedule, recompute, offload):
     torch.manual_seed(0)
     chunks, tokens = 4, torch.randint(64, (8, 32))

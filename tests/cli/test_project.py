@@ -46,6 +46,7 @@ def test_a_new_project_trains_evaluates_and_keeps_its_promise_by_its_own_command
     ("override", "meant"),
     [("model.widht=3", "model.width"), ("model=mpl", "mlp")],
 )
+@pytest.mark.quick_cases(1)
 def test_a_typo_gets_the_key_or_option_of_the_project(
     override: str, meant: str, project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,7 +103,7 @@ QUICK = [recipe for recipe in TINY if recipe not in ("sft_chat", "t5_summaries")
 
 
 @pytest.mark.parametrize("recipe", [*QUICK, *thorough(["t5_summaries", "sft_chat"])])
-@pytest.mark.quick_cases("digits", "gpt_token_files", "mnist_basicnet")
+@pytest.mark.quick_cases("gpt_token_files", "mnist_basicnet")
 def test_every_recipe_trains_a_few_steps_on_small_data(
     recipe: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ def test_a_setting_without_effect_or_sense_is_refused(
         ["trainer.metrics=accuracy"],
     ],
 )
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_what_has_an_effect_is_taken(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     succeed(capfd, *SMALL, *words)
     assert Path("outputs/digits/summary.json").exists()

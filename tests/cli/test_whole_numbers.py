@@ -23,6 +23,7 @@ KEYS = (
     [KEYS, ("optim=sgd", "optim.lr=1", "optim.momentum=0", "pipeline.device_speeds=[1,2]")],
     ids=["adamw", "sgd"],
 )
+@pytest.mark.quick_cases("adamw")
 def test_whole_numbers_are_taken_for_every_number(
     capfd: pytest.CaptureFixture[str], keys: tuple[str, ...]
 ) -> None:

@@ -1,6 +1,7 @@
 """An exception in a step ends the run with its own message, and no process is left waiting."""
 
 import pytest
+from support.cases import thorough
 from support.launch import forked_script
 
 OTHERS = [("distributed", 1), ("local", 1), ("distributed", 0)]
@@ -18,7 +19,7 @@ def test_an_exception_in_a_step_ends_all_processes(who, tmp_path):
     assert "the end was reached" not in output
 
 
-@pytest.mark.timeout(600)  # several launches in one test
+@pytest.mark.parametrize("step", [4, *thorough([2, 6])])  # a middle, the first and the last one
 @pytest.mark.parametrize(
     ("engine", "who"),
     [
@@ -27,25 +28,25 @@ def test_an_exception_in_a_step_ends_all_processes(who, tmp_path):
     ],
 )
 def test_a_step_whose_evaluation_fails_on_a_rank_is_saved_and_the_run_goes_on_exactly(
-    engine, who, tmp_path
+    engine, who, step, tmp_path
 ):
     def launch(step):
         (tmp_path / "output.txt").unlink(missing_ok=True)
         return forked_script(2, "failing_evaluation.py", tmp_path, engine, who, step)
 
-    for step in (2, 4, 6):  # the first, a middle and the last evaluation
-        status, output = launch(step)
-        assert status == 1, output
-        assert "ArithmeticError: boom" in output
-        assert "in the metric 'flaky'" in output
-        assert "the end was reached" not in output
-        assert (tmp_path / str(step) / "checkpoints" / f"step_{step:08d}").is_dir()
+    status, output = launch(step)
+    assert status == 1, output
+    assert "ArithmeticError: boom" in output
+    assert "in the metric 'flaky'" in output
+    assert "the end was reached" not in output
+    assert (tmp_path / str(step) / "checkpoints" / f"step_{step:08d}").is_dir()
     status, output = launch(0)
     assert status == 0, output
     assert output.count("all went on") == 2
 
 
 @pytest.mark.parametrize("failing", ["train", "evaluation"])
+@pytest.mark.quick_cases("evaluation")
 def test_an_error_of_the_only_process_that_fails_to_read_a_stream_ends_all(failing, tmp_path):
     status, output = forked_script(4, "failing_stream.py", tmp_path, failing)
     assert status == 1, output

@@ -29,6 +29,7 @@ def error_of(tmp_path: Path, *arguments: str) -> str:
     return error
 
 
+@pytest.mark.thorough
 def test_another_number_of_images_on_one_host_is_an_error(tmp_path, disks):
     for disk, images in zip(disks, (4, 3), strict=True):
         write_images(disk, {"train": images})

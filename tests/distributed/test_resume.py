@@ -11,7 +11,7 @@ from support.launch import forked_script, worker_module
 worker = worker_module("resume")
 
 # Replicas add up the same gradients in another order than one process does, and AdamW, which
-# divides by their size, makes the last bits of small ones count: after 10 steps of about 0.01.
+# divides by their size, makes the last bits of small ones count: after 6 steps of about 0.01.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 HALF = worker.STEPS // 2
 

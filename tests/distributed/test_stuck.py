@@ -38,8 +38,6 @@ class Case(NamedTuple):
 QUICK = {
     Case("own", "local", "stop", "between", 0),
     Case("trainer", "distributed", "stop", "step", 0),
-    Case("session", "local", "stop", "step", 1),
-    Case("own", "local", "sleep", "between", 1),
     Case("trainer", "local", "sleep", "step", 1),
     Case("session", "distributed", "sleep", "between", 0),
     Case("own", "distributed", "sleep", "start", 0),

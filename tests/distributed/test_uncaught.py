@@ -36,6 +36,7 @@ def last_words(folder, *arguments):
         ("session", "loss", 1, "rank 1", " (in the forward of micro-batch 0 on stage 0"),
     ],
 )
+@pytest.mark.quick_cases(2)
 def test_an_uncaught_error_is_the_last_line_of_every_process(
     height, place, who, name, where, tmp_path
 ):
@@ -48,6 +49,7 @@ def test_an_uncaught_error_is_the_last_line_of_every_process(
         assert ("Traceback" in said) is (rank == who)
 
 
+@pytest.mark.thorough
 def test_another_learning_rate_of_one_rank_in_a_custom_loop_ends_all_processes(tmp_path):
     values = f"0.1 on rank 0 ({HOST}), 1.0 on rank 1 ({HOST})"
     for code, said in last_words(tmp_path, "own", "rate", "1"):

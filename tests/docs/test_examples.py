@@ -32,11 +32,7 @@ SLOW = [line for line in COMMANDS if "transformers" in line or "torchrun" in lin
 @pytest.mark.parametrize(
     "command", [*(line for line in COMMANDS if line not in SLOW), *thorough(SLOW)]
 )
-@pytest.mark.quick_cases(
-    "python examples/plan_in_a_notebook.py",
-    "python examples/train_step.py",
-    "python examples/trainer.py",
-)
+@pytest.mark.quick_cases("python examples/plan_in_a_notebook.py", "python examples/train_step.py")
 def test_an_example_runs_by_the_command_that_heads_it(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

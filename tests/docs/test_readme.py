@@ -91,7 +91,7 @@ def test_the_python_blocks_of_a_page_run_in_order(
     [p for p in PAGES if p not in ERRORS and blocks(p, "bash", "sh")],
     ids=name,
 )
-@pytest.mark.quick_cases("docs/monitoring.md", "docs/getting-started.md")
+@pytest.mark.quick_cases("docs/monitoring.md")
 def test_the_commands_of_a_page_compose(page: Path) -> None:
     Path("my_recipe.yaml").write_text(RECIPE.read_text())
     for block in blocks(page, "bash", "sh"):

@@ -1,4 +1,4 @@
-"""Cases for `pytest.mark.parametrize`, of which the quick command leaves some to `--all`.
+"""Cases of a parametrization, and examples of Hypothesis, that the quick command leaves to `--all`.
 
 A case of several values is a tuple.
 """
@@ -9,6 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+
+def examples(quick: int, thorough: int) -> settings:
+    """Returns the settings of a test of Hypothesis that draws `thorough` examples with `--all`.
+
+    `conftest.py` has loaded the profile of the command before it imports a test.
+    """
+    in_all = settings.default.max_examples >= 100
+    return settings(max_examples=thorough if in_all else quick)
 
 
 def thorough(cases: Sequence[Any]) -> list[Any]:

@@ -72,8 +72,7 @@ AXES: list[list[Any]] = [
 ]
 
 
-# So many of `cells` have every value of every axis. The others are thorough where a cell is trained
-# in several processes.
+# So many of `cells` have every value of every axis. The others are thorough.
 FIRST = 9
 
 

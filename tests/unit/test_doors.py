@@ -187,6 +187,11 @@ class Import(NamedTuple):
 OF_ONE_KIND = {"datasets", "models", "cli/commands", "loop/callbacks"}
 
 
+def is_for_type_checkers(node: ast.AST) -> bool:
+    """Whether it is `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
 @cache
 def imports() -> list[Import]:
     return list(_imports())
@@ -200,7 +205,7 @@ def _imports() -> Iterator[Import]:
         typed = {
             id(inner)
             for node in ast.walk(tree)
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            if is_for_type_checkers(node)
             for inner in ast.walk(node)
         }
         for node in ast.walk(tree):
@@ -270,7 +275,7 @@ def imported_modules(path: Path, known: Collection[str]) -> set[str]:
     tree = ast.parse(path.read_text())
     imported = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if is_for_type_checkers(node):
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "") in known:

@@ -57,6 +57,7 @@ ON_STAND_INS = (
 
 
 @pytest.mark.parametrize("part", [name for name in gpu_parts.PARTS if name != "compile"])
+@pytest.mark.quick_cases(3)
 def test_each_part_runs_on_the_cpu(part: str) -> None:
     assert gpu_parts.PARTS[part]("cpu")
 

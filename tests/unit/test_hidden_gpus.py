@@ -78,6 +78,7 @@ def test_this_test_sees_no_gpu() -> None:
     assert {name: os.environ[name] for name in HIDDEN} == HIDDEN
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", ["0", pytest.param("1", marks=pytest.mark.thorough)])
 def test_a_test_and_its_processes_see_no_gpu_of_the_machine(tmp_path: Path, workers: str) -> None:
     run_suite(tmp_path, "-n", workers)

@@ -1,4 +1,4 @@
-"""A run whose evaluation of one step fails on one rank; then, with step 0, all runs that went on.
+"""A run whose evaluation of one step fails on one rank; then, with step 0, that run goes on.
 
 Run by test_failing.py.
 """
@@ -76,7 +76,7 @@ else:
     whole = made("whole")
     whole.fit()
     expected = whole.model.state_dict()
-    for step in EVALUATED:
+    for step in [step for step in EVALUATED if (folder / str(step)).is_dir()]:
         again = made(str(step))
         assert again.store is not None
         assert again.store.steps()[-1] == step

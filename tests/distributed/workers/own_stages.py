@@ -160,7 +160,7 @@ for _name, _split in SPLITS.items():
 
     @cells.add(
         f"no process makes more than its stages, split {_name}",
-        thorough=_name in ("size", "measured"),
+        thorough=_name != "by hand",
     )
     def _(world, split=_split):
         inputs = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
@@ -262,7 +262,10 @@ def _init_from(world):
 
 for _writers in ("rank0", "all"):
 
-    @cells.add(f"a save in the background copies no stage of another process, {_writers}")
+    @cells.add(
+        f"a save in the background copies no stage of another process, {_writers}",
+        thorough=_writers == "rank0",
+    )
     def _(world, writers=_writers):
         saved_in_background(world, writers)
 

@@ -116,7 +116,7 @@ def _(world):
     assert not torch.equal(gathered[0], gathered[1])
 
 
-@cells.add("Accelerate's loop equals the same with DistributedDataParallel")
+@cells.add("Accelerate's loop equals the same with DistributedDataParallel", thorough=True)
 def _(world):
     accelerate = pytest.importorskip("accelerate")
 
@@ -144,12 +144,8 @@ def _(world):
     torch.testing.assert_close(piped, plain, rtol=1e-5, atol=1e-6)
 
 
-@cells.add("Trainers of transformers equal the same with DistributedDataParallel")
-def _(world):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-
-    def run(make, wrap, classes=None):
+def with_trainer(make, classes):
+    def run(transformers, wrap):
         args = transformers.TrainingArguments(
             output_dir="unused",
             per_device_train_batch_size=3,
@@ -173,10 +169,21 @@ def _(world):
         trainer.train()
         return trainer.model.state_dict()
 
-    for make_model, classes in ((llama, None), (bert, 3)):
-        plain = run(make_model, lambda net: net, classes)
-        piped = run(make_model, lambda net: pipelined(net, devices=DEVICES, chunks=3), classes)
+    def check(world):
+        transformers = pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+        plain = run(transformers, lambda net: net)
+        piped = run(transformers, lambda net: pipelined(net, devices=DEVICES, chunks=3))
         torch.testing.assert_close(piped, plain, rtol=1e-5, atol=1e-6)
+
+    return check
+
+
+for _name, _make, _classes in (("a decoder", llama, None), ("an encoder with classes", bert, 3)):
+    cells.add(
+        f"Trainers of transformers equal the same with DistributedDataParallel: {_name}",
+        thorough=_make is bert,
+    )(with_trainer(_make, _classes))
 
 
 @cells.add("a trained parameter outside of the pipelined model is refused")

@@ -58,7 +58,7 @@ DEFAULTS = {
     "replicas": 4,
     "nb_part": 1,
     "accumulate": 1,
-    "samples": 262,
+    "samples": 127,
     "norm": nn.BatchNorm1d,
     "stream": False,
     "workers": 0,

@@ -18,7 +18,7 @@ from hybridtrain.data import EvalLoader, TrainLoader
 from hybridtrain.loop import evaluate
 from hybridtrain.loss import accuracy, cross_entropy
 
-STEPS = 10
+STEPS = 6
 
 
 def data(samples: int, seed: int) -> TensorDataset:

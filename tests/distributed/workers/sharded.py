@@ -49,7 +49,8 @@ def add_case(shard, name, nb_part=1, optimizer="adamw", thorough=False, **option
 
 
 for _optimizer in OPTIMIZERS:
-    add_case("optimizer", "linear", nb_part=2, optimizer=_optimizer)
+    more = _optimizer in ("adamw", "relative")
+    add_case("optimizer", "linear", nb_part=2, optimizer=_optimizer, thorough=more)
 add_case("optimizer", "conv", optimizer="momentum", clip=0.1)
 add_case("optimizer", "tied_gpt", nb_part=2, recompute="always", thorough=True)
 add_case("optimizer", "dropout", accumulate=2, stages_per_device=2, thorough=True)
@@ -129,7 +130,10 @@ def _(world):
     assert [group["params"] for group in groups] == [[0, 1], [2, 3, 4]]
 
 
-@cells.add("each replica keeps the state of its parameters alone, also of several optimizers")
+@cells.add(
+    "each replica keeps the state of its parameters alone, also of several optimizers",
+    thorough=True,
+)
 def _(world):
     model = HybridModel(tower(), world_of(1), shard="optimizer")
 
@@ -232,7 +236,7 @@ class Trouble(torch.nn.Linear):
         return super().forward(inputs)
 
 
-@cells.add("after a step that failed on all replicas the next one is exact")
+@cells.add("after a step that failed on all replicas the next one is exact", thorough=True)
 def _(world):
     found = []
     for shard in ("none", "optimizer"):
@@ -388,7 +392,7 @@ def _(world):
     check_replicas(model.net, world)
 
 
-@cells.add("parameters that are frozen at first are spread over the replicas too")
+@cells.add("parameters that are frozen at first are spread over the replicas too", thorough=True)
 def _(world):
     net = _net()
     net[:3].requires_grad_(False)

@@ -58,7 +58,7 @@ def tied(nb_part, v, frozen=False, **options):
 for _nb_part, _v in [(1, 1), (2, 1), (3, 1), (2, 2)]:
     cells.add(
         f"tied weights equal one process on the global batch: {_nb_part} x {_v} stages",
-        thorough=_nb_part != 2,
+        thorough=(_nb_part, _v) != (2, 2),
     )(tied(_nb_part, _v))
 cells.add("tied weights equal one process when stages are recomputed")(
     tied(3, 1, recompute="always")
@@ -89,9 +89,10 @@ def tied_accumulation(nb_part):
 
 
 for _nb_part in (1, 2, 3):
-    cells.add(f"tied weights add up without sync, then with it: {_nb_part} stages")(
-        tied_accumulation(_nb_part)
-    )
+    cells.add(
+        f"tied weights add up without sync, then with it: {_nb_part} stages",
+        thorough=_nb_part != 2,
+    )(tied_accumulation(_nb_part))
 
 
 class First(nn.Module):
@@ -159,9 +160,10 @@ def skipping(nb_part, recompute):
 
 
 for _nb_part, _recompute in [(2, "never"), (3, "never"), (3, "always"), (3, "except_last")]:
-    cells.add(f"skipping values equal one process: {_nb_part} stages, recompute {_recompute}")(
-        skipping(_nb_part, _recompute)
-    )
+    cells.add(
+        f"skipping values equal one process: {_nb_part} stages, recompute {_recompute}",
+        thorough=(_nb_part, _recompute) not in ((2, "never"), (3, "always")),
+    )(skipping(_nb_part, _recompute))
 
 
 if __name__ == "__main__":

@@ -838,9 +838,10 @@ def warnings_of(name):
 
 
 for _name, _config in [("a pipeline", PIPELINE), ("two replicas", REPLICAS)]:
-    cells.add(f"a step that is not finite is skipped and named, in {_name}")(
-        lambda world, config=_config: skips_and_names(config)
-    )
+    cells.add(
+        f"a step that is not finite is skipped and named, in {_name}",
+        thorough=_config is REPLICAS,
+    )(lambda world, config=_config: skips_and_names(config))
 
 
 @cells.add("a schedule may be made before the DistributedOptimizer")

@@ -151,9 +151,10 @@ def deferred(recompute):
 
 
 for _recompute in ("never", "always"):
-    cells.add(f"deferred statistics are rank 0's, once per step: recompute {_recompute}")(
-        deferred(_recompute)
-    )
+    cells.add(
+        f"deferred statistics are rank 0's, once per step: recompute {_recompute}",
+        thorough=_recompute == "never",
+    )(deferred(_recompute))
 
 
 @cells.add("evaluation over the replicas equals one process")
@@ -481,7 +482,10 @@ def _uneven_stream(world):
 
 for chunks in (1, 4):
 
-    @cells.add(f"the account of a step tells who waits for the slower replica: {chunks} chunks")
+    @cells.add(
+        f"the account of a step tells who waits for the slower replica: {chunks} chunks",
+        thorough=chunks == 1,
+    )
     def _account(world, chunks=chunks):
         slow = world.rank == world.size - 1
         trainer = trained((3e-3 if slow else 1e-4,), 1, chunks=chunks)

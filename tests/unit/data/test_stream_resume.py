@@ -105,7 +105,7 @@ def trainer(kind, **options):
 
 @pytest.mark.parametrize("step", [3, 7])
 @pytest.mark.parametrize("kind", TRAIN)
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_a_resumed_run_equals_the_uninterrupted_one(kind, step, tmp_path):
     whole = trainer(kind)
     whole.fit()

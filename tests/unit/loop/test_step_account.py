@@ -215,7 +215,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("part", advice._PROPOSALS)
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
 def test_every_kind_of_advice_says_what_a_step_takes_with_it_and_without(part):
     step = trained(**CASES[part])._stats._recorded.typical
     (proposal,) = [each for each in advice.advise(step) if each.part == part]

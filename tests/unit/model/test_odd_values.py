@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import examples
 from support.compare import (
     assert_same,
     assert_same_gradients,
@@ -334,7 +335,7 @@ class Any(nn.Module):
         return x, value_of(self.tree, x)
 
 
-@settings(max_examples=40)
+@examples(15, 40)
 @given(tree=TREES, end=TREES, rows=st.sampled_from([2, 3, 4, 5, 6]), chunks=st.sampled_from([2, 3]))
 def test_any_value_is_as_in_the_plain_module_or_refused(tree, end, rows, chunks):
     torch.manual_seed(0)
@@ -382,7 +383,7 @@ def tensors_in(value):
     return [leaf for part in parts for leaf in part if isinstance(leaf, torch.Tensor)]
 
 
-@settings(max_examples=40)
+@examples(15, 40)
 @given(tree=TREES, rows=st.sampled_from([2, 3, 4, 5]), marks=st.booleans())
 def test_any_input_is_as_in_the_plain_module_or_refused(tree, rows, marks):
     inputs, _ = floats_and_classes(rows)

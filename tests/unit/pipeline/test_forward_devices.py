@@ -68,7 +68,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), CELLS, ids=str)
-@pytest.mark.quick_cases(3)
+@pytest.mark.quick_cases(2)
 def test_training_on_several_devices_equals_plain_pytorch(
     kind: str, settings: dict[str, Any]
 ) -> None:
@@ -190,7 +190,7 @@ NETS = [Masked, InContainers, ChangesInPlace, SharedParts, SkipsStages]
     ids=["1f1b", "zb-h1", "zb-v", "recomputed"],
 )
 @pytest.mark.parametrize("kind", NETS)
-@pytest.mark.quick_cases(6)
+@pytest.mark.quick_cases(3)
 def test_values_move_to_the_device_of_the_stage_that_uses_them(
     kind: type[nn.Module], settings: dict[str, Any]
 ) -> None:

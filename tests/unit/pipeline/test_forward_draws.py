@@ -91,6 +91,7 @@ def step(stages: int, **options: Any) -> tuple[Tensor, list[Tensor | None]]:
     ],
     ids=str,
 )
+@pytest.mark.quick_cases(4)
 def test_draws_are_the_same_for_every_split(options: dict[str, Any]) -> None:
     loss, gradients = step(1)
     split_loss, split_gradients = step(len(options.get("split", [""])) + 1, **options)
@@ -133,6 +134,7 @@ class ForeignBlock(nn.Module):
     ],
     ids=str,
 )
+@pytest.mark.quick_cases(1)
 def test_kernels_that_draw_from_the_devices_generator_draw_the_same_for_every_split(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -513,9 +513,7 @@ def transformers_models() -> dict[str, Callable[[], nn.Module]]:
     "name",
     ["llama", "lora", "t5", "qwen2", "qwen3", "mistral", "gemma", "phi3", "mixtral"],
 )
-@pytest.mark.quick_cases(
-    "llama-1f1b-never", "llama-1f1b-always", "lora-zb-h1-never", "t5-1f1b-never"
-)
+@pytest.mark.quick_cases("llama-1f1b-always", "lora-zb-h1-never", "t5-1f1b-never")
 def test_transformers_models_with_their_default_settings_are_exact(
     name: str, schedule: str, recompute: str
 ) -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
+from support.cases import examples
 from support.parts import Parts
 from torch import Tensor, nn
 
@@ -338,7 +339,7 @@ OPTIONS = st.sampled_from(
 )
 
 
-@settings(max_examples=15)
+@examples(8, 15)
 @given(parts=parts, stages=st.sampled_from([2, 3]), options=OPTIONS)
 def test_random_models_are_exact_or_refused_by_name(
     parts: list[Part], stages: int, options: dict[str, Any]
@@ -355,7 +356,7 @@ OF_PARTS = st.sampled_from(
 )
 
 
-@settings(max_examples=30, derandomize=True)  # the thorough test below looks further
+@settings(examples(12, 30), derandomize=True)  # the thorough test below looks further
 @given(parts=parts, stages=st.sampled_from([2, 3]), options=OF_PARTS)
 def test_random_models_over_processes_are_exact_or_refused_by_name(
     parts: list[Part], stages: int, options: dict[str, Any]

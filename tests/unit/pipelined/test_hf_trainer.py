@@ -80,6 +80,7 @@ def accuracy(prediction):
     return {"accuracy": float(right.double().mean())}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -176,6 +176,7 @@ def test_a_transformers_model_is_saved_as_before(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.quick_cases("after")
 def test_an_adapter_made_before_or_after(when):
     """PEFT calls `forward` of the model inside directly."""
     peft = pytest.importorskip("peft")

@@ -258,6 +258,7 @@ def test_an_argument_that_all_samples_share():
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.quick_cases("always")
 def test_draws_do_not_depend_on_the_form_nor_on_calls_in_between(recompute):
     """Both forms, and a step that runs again, have the masks of their step."""
 

@@ -197,6 +197,7 @@ def test_run_clm_resumes_from_its_last_checkpoint(here, tmp_path, monkeypatch):
     torch.testing.assert_close(results(tmp_path)[1], whole[1], rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", ["", *thorough(["--pad_to_max_length true"])])
 def test_run_glue(here, tmp_path, monkeypatch, options):
     assert_alike(here, tmp_path, monkeypatch, "run_glue.py", f"{GLUE} {options}")

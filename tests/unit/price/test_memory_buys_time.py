@@ -6,8 +6,9 @@ from dataclasses import replace
 from itertools import chain, combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import examples
 from support.schedules import BUILT_IN
 
 from hybridtrain._base.hardware import Hardware
@@ -107,7 +108,7 @@ def peaks_by_hand(layout, stored, received, temporary):
     return found
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(
     st.sampled_from(BUILT_IN),
     st.sampled_from(MODES),

@@ -200,6 +200,7 @@ def line_on_fsdp2(plans):
 
 
 @pytest.mark.parametrize(("nodes", "is_advised"), [(1, True), (128, False)])
+@pytest.mark.quick_cases(1)
 def test_fsdp2_is_advised_where_it_is_faster_and_its_price_was_compared(nodes, is_advised):
     hardware = replace(MACHINE, nodes=nodes, node_bytes_per_s=4.5e11, network_bytes_per_s=4e11)
     job = StepWork(2 * hardware.devices)

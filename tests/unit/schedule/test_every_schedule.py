@@ -5,8 +5,9 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import examples
 from support.compare import assert_same_gradients, hybrid, plain_step
 from support.schedules import BUILT_IN
 from torch import nn
@@ -38,7 +39,7 @@ def test_every_schedule_has_a_bound_here():
     assert set(BOUNDS) == set(BUILT_IN)
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(shapes())
 def test_every_schedule_is_proved_and_holds_no_more_than_its_bound(shape):
     name, p, m, v = shape
@@ -49,7 +50,7 @@ def test_every_schedule_is_proved_and_holds_no_more_than_its_bound(shape):
         assert max(held) <= BOUNDS[name](p, m, v)
 
 
-@settings(max_examples=40)
+@examples(20, 40)
 @given(shapes(), COSTS, COSTS, COSTS)
 def test_every_schedule_takes_as_long_as_its_busiest_device_or_longer(
     shape, forward, backward, transfer
@@ -66,7 +67,7 @@ def test_every_schedule_takes_as_long_as_its_busiest_device_or_longer(
     assert durations.length(schedule) <= m * one + 2 * m * sum(transfer[: p * v - 1])
 
 
-@settings(max_examples=5)
+@examples(3, 10)
 @given(shapes(), st.integers(0, 3))
 def test_the_gradients_of_any_shape_are_bitwise_those_of_the_unsplit_model(shape, more):
     name, p, m, v = shape

@@ -5,8 +5,9 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.cases import examples
 
 from hybridtrain.errors import ScheduleError
 from hybridtrain.schedule import (
@@ -140,7 +141,7 @@ def test_most_backwards_of_zb_v_are_whole_with_many_micro_batches():
     assert sum(divided[0]) == 30  # of 7 x 8, and of 7 x 32
 
 
-@settings(max_examples=60)
+@examples(20, 60)
 @given(st.integers(1, 5), st.integers(1, 12), TIMES, TIMES,
        st.lists(st.integers(0, 5), min_size=9, max_size=9), st.floats(1.0, 2.0))  # fmt: skip
 def test_no_action_comes_later_by_a_whole_backward_that_nobody_waits_for(
