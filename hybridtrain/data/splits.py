@@ -233,6 +233,8 @@ def _evaluated_alone(
     finally:
         _TRAINED_ON.reset(token)
     of_data = {name: value for name, value in splits.metadata.items() if name not in _OF_CLASSES}
+    if "longest" in metadata and "longest" in of_data:  # of all samples of the run
+        of_data["longest"] = max(metadata["longest"], of_data["longest"])
     if arguments.get("classes"):
         of_data["classes"] = arguments["classes"]
     return replace(

@@ -172,7 +172,8 @@ class SampleFiles:
             notes.append(f"{counted(left_out[split], 'sample')} without a value left out")
         if not len(evaluation):
             raise DataError("the eval split has no samples")
-        return Samples({"train": evaluation, "eval": evaluation}, [table], False, notes)
+        # errors name the first split
+        return Samples({"eval": evaluation, "train": evaluation}, [table], False, notes)
 
 
 def _split_of(whole: Mapping[str, Any], split: str, key: str, path: str) -> Any:

@@ -65,6 +65,11 @@ class Change:
     other: Any
 
     @property
+    def is_new(self) -> bool:
+        """True if the run has no such key."""
+        return self.of_run == _MISSING
+
+    @property
     def is_identity(self) -> bool:
         """True if it changes the model, the data, or the random numbers."""
         if self.key.startswith("data."):

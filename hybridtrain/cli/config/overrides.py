@@ -85,6 +85,17 @@ def with_texts(overrides: Sequence[str]) -> list[str]:
     ]
 
 
+def refuse_empty_texts(overrides: Sequence[str]) -> None:
+    """Refuses `run_name=` and the like, as an unset variable of a shell writes it.
+
+    Raises:
+        ConfigError: names the first such key.
+    """
+    for override in overrides:
+        if override.endswith("=") and override[:-1].lstrip("+") in text_keys():
+            raise ConfigError(f"{override} has no value: set one, or leave the key out")
+
+
 def as_hydra_takes_them(overrides: Sequence[str]) -> list[str]:
     """Returns overrides that may set what Hydra alone could not.
 

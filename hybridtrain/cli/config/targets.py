@@ -14,7 +14,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, TypeVar, cast
 
 from hybridtrain.cli.config.keys import unknown_key
@@ -285,14 +285,27 @@ def _is_listed(targets: Targets, target: Any) -> bool:
     return False
 
 
+# Kinds of values, and the words of an annotation that takes them.
+_NOT_NUMBERS: tuple[tuple[Any, str], ...] = (
+    (str, "str"),
+    (NoneType, "None|Optional|Any|_empty"),
+    ((list, Mapping), "list|List|tuple|Sequence|Mapping|dict|Any|_empty"),
+)
+
+
 def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
     """Rejects a string or a number if the target expects another kind of value."""
     default, annotation = parameter.default, str(parameter.annotation)
     numeric = annotation in ("<class 'int'>", "<class 'float'>", "int", "float")
-    takes_text = re.search(r"\bstr\b", annotation) is not None
-    if isinstance(value, str) and not takes_text and (isinstance(default, int | float) or numeric):
+    has_number = isinstance(default, int | float)
+    refused = any(
+        isinstance(value, kind) and not re.search(rf"\b({words})\b", annotation)
+        for kind, words in _NOT_NUMBERS
+    )
+    if refused and (has_number or (numeric and isinstance(value, str))):
         expected = "true or false" if isinstance(default, bool) else "a number"
-        raise ConfigError(f"{key}={value} must be {expected}")
+        shown = "null" if value is None else value
+        raise ConfigError(f"{key}={shown} must be {expected}")
     whole = re.search(r"\bint\b", annotation) and not re.search(r"\bfloat\b", annotation)
     if isinstance(value, float) and whole:
         example = f", such as {int(value)}" if value.is_integer() else ""

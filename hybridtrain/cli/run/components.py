@@ -25,7 +25,7 @@ from hybridtrain.cli.config.names import check_name
 from hybridtrain.cli.config.schema import AUTO, GROUP_KEYS, WARMUP_KEYS, WRAPPER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
-from hybridtrain.errors import ConfigError, check_choice, naming
+from hybridtrain.errors import ConfigError, DataError, check_choice, naming
 from hybridtrain.loop import CALLBACKS, Callback, Tracker, TrainerOptions
 from hybridtrain.loss import (
     LOSSES,
@@ -238,6 +238,21 @@ def class_weights_of(config: Config, data: DataSplits) -> Tensor | None:
             "none: set trainer.class_weights= to a list"
         )
     return balanced_weights(labels(), classes)
+
+
+def check_several_classes(loss_fn: LossFn, data: DataSplits) -> None:
+    """Refuses data with a single class, whose cross-entropy is always 0.
+
+    Raises:
+        DataError: names the class.
+    """
+    of_classes = (LOSSES["cross_entropy"], LOSSES["nll"])
+    if data.metadata.get("num_classes") == 1 and getattr(loss_fn, "func", loss_fn) in of_classes:
+        names = data.metadata.get("classes")
+        raise DataError(
+            f"the data has only one class{f', {names[0]}' if names else ''}, so there is nothing "
+            "to learn: add samples of another class"
+        )
 
 
 def _output_and_targets(target: Any, settings: Mapping[str, Any]) -> list[str]:
@@ -587,7 +602,7 @@ def build_lr_schedule(
     Raises:
         ConfigError: the target is not a schedule, or it does not accept a key.
     """
-    warmup = _warmup_steps(config, total_steps)
+    warmup = warmup_steps(config, total_steps)
     if warmup >= total_steps:
         _log.warning(
             "lr_schedule.warmup_steps=%d is not less than the %d steps of the run: the run ends "
@@ -618,7 +633,7 @@ def build_lr_schedule(
     return SequentialLR(optimizer, [rise, schedule], milestones=[warmup])
 
 
-def _warmup_steps(config: Mapping[str, Any], total_steps: int) -> int:
+def warmup_steps(config: Mapping[str, Any], total_steps: int) -> int:
     """Returns the number of steps of the warm-up.
 
     Raises:

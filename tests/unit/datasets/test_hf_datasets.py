@@ -384,6 +384,28 @@ def test_a_target_that_is_not_a_finite_number_is_named(tmp_path, tokenizer, kind
         hf_datasets(path, tokenizer, task="regression")
 
 
+@pytest.mark.parametrize(
+    ("kind", "missing", "message"),
+    [
+        ("jsonl", float("nan"), r"sample 8 of .* has nan, .* or set drop_missing=True"),
+        ("csv", "NaN", r"target=label has NaN among numbers: .* set classes=\[0,1,NaN\]"),
+    ],
+)
+def test_a_missing_number_is_no_class(tmp_path, tokenizer, kind, missing, message):
+    numbers = [float(i % 2) for i in range(20)] if kind == "jsonl" else [i % 2 for i in range(20)]
+    numbers[7] = missing
+    path = write_targets(tmp_path, kind, numbers)
+    with pytest.raises(DataError, match=message):
+        hf_datasets(path, tokenizer)
+    if kind == "jsonl":
+        data = hf_datasets(path, tokenizer, drop_missing=True)
+        assert data.metadata["num_classes"] == 2
+        assert sorted(data.train.labels().bincount().tolist()) == [8, 9]
+    else:
+        data = hf_datasets(path, tokenizer, classes=["0", "1", "NaN"])
+        assert data.metadata["classes"] == ["0", "1", "NaN"]
+
+
 @pytest.mark.parametrize(("targets", "said"), [("score", "1 number"), (["score"] * 2, "2 numbers")])
 def test_the_first_line_counts_the_numbers_of_a_regression(tokenizer, table, targets, said):
     line = str(hf_datasets(table, tokenizer, task="regression", target=targets))
