@@ -367,6 +367,10 @@ def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
         ),
         (["lr_schedule.T_max=foo"], "lr_schedule.T_max=foo must be a number"),
         (
+            ["data=image_folder", "data.root=.", "data.classes=cat"],
+            "data.classes=cat must be a list, such as [cat]",
+        ),
+        (
             ["trainer.metrics={f: {_target_: torchmetrics.F1}}"],
             "trainer.metrics.f._target_=torchmetrics.F1: torchmetrics has no F1",
         ),

@@ -206,7 +206,7 @@ def build(
         except Exception as error:
             if not _within(f"{target.__module__}.", VALUES_ONLY):
                 raise  # the user's own code, or a model's
-            raise ConfigError(_refused_values(key, arguments, error)) from error
+            raise ConfigError(_refused_values(key, arguments, config, error)) from error
     if not isinstance(made, kind):
         raise ConfigError(_another_kind(key, config, kind, type(made)))
     return made
@@ -310,6 +310,11 @@ def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
     if isinstance(value, float) and whole:
         example = f", such as {int(value)}" if value.is_integer() else ""
         raise ConfigError(f"{key}={value} must be a whole number{example}")
+    kinds = [kind.strip() for kind in annotation.split("|") if kind.strip() != "None"]
+    if all(re.match(r"(list|Sequence|tuple)\[", kind) for kind in kinds) and not isinstance(
+        value, list | tuple | None
+    ):
+        raise ConfigError(f"{key}={value} must be a list, such as [{value}]")
     if isinstance(default, tuple) and value is not None:
         is_list = isinstance(value, list | tuple)
         if not is_list or len(cast(Sequence[Any], value)) != len(default):
@@ -331,7 +336,9 @@ def _with_floats(value: Any, annotation: str) -> Any:
     return float(value) if type(value) is int else value
 
 
-def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) -> str:
+def _refused_values(
+    key: str, arguments: Mapping[str, Any], config: Mapping[str, Any], error: Exception
+) -> str:
     """Returns the message for values that a target rejects; names the wrong one if possible."""
     last = str(error).rpartition(":")[2].strip()
     suspects = [
@@ -342,7 +349,7 @@ def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) ->
     text = " ".join(str(error).split()) or type(error).__name__
     if len(suspects) == 1:
         name = suspects[0]
-        return f"{key}.{name}={arguments[name]}: {text}"
+        return f"{key}.{name}={config.get(name, arguments[name])}: {text}"
     words = ", ".join(f"{name}={value}" for name, value in arguments.items())
     return f"{key}: {text} (with {words})"
 
