@@ -246,8 +246,7 @@ def check_several_classes(loss_fn: LossFn, data: DataSplits) -> None:
     Raises:
         DataError: names the class.
     """
-    of_classes = (LOSSES["cross_entropy"], LOSSES["nll"])
-    if data.metadata.get("num_classes") == 1 and getattr(loss_fn, "func", loss_fn) in of_classes:
+    if data.metadata.get("num_classes") == 1 and resolve(loss_fn).has_class_targets:
         names = data.metadata.get("classes")
         raise DataError(
             f"the data has only one class{f', {names[0]}' if names else ''}, so there is nothing "
@@ -289,6 +288,11 @@ def build_metrics(
     if isinstance(chosen, str):
         chosen = [chosen]
     if not isinstance(chosen, Mapping):
+        if not isinstance(chosen, list) or not all(isinstance(name, str) for name in chosen):
+            raise ConfigError(
+                f"trainer.metrics={chosen} must be a list of names, or a mapping such as "
+                "trainer.metrics={rouge: {max_new_tokens: 32}}"
+            )
         _check_once("trainer.metrics", chosen)
         chosen = {name: name for name in chosen}
     _check_names("trainer.metrics", "metric", chosen)
