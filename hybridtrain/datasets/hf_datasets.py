@@ -36,7 +36,6 @@ from hybridtrain.datasets.tables import (
     as_numbers,
     check_complete,
     check_finite,
-    quiet,
     read_table,
     with_lists,
 )
@@ -943,8 +942,9 @@ def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
             f"{setting('target', column)} has lists: set {setting('task', 'multilabel')} or, for "
             f"classes of words, {setting('task', 'token_classification')}"
         )
-    with quiet():
-        return set(samples.unique(column))
+    # `unique` of chosen samples would write a file next to those of the data set
+    chosen = samples.select_columns([column]).with_format("arrow")[:]
+    return set(chosen.column(column).unique().to_pylist())
 
 
 def _numbered(

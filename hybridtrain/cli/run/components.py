@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain import observe
 from hybridtrain._base.construction import construct_without
+from hybridtrain._base.text_table import counted
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.names import check_name
@@ -712,8 +713,8 @@ def check_evaluations(callbacks: Iterable[Callback], options: TrainerOptions, st
         if callback.needs_evaluations:
             raise ConfigError(
                 f"{callback.state_name} compares evaluations, but with trainer.eval_every={every} "
-                f"a run of {steps} steps has only one, at its end: set trainer.eval_every= to less "
-                f"than {steps}"
+                f"a run of {counted(steps, 'step')} has only one, at its end: "
+                + (f"set trainer.eval_every= to less than {steps}" if steps > 1 else "remove it")
             )
 
 

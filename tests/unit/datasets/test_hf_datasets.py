@@ -469,6 +469,16 @@ def test_a_sample_without_a_text_is_named_before_training(tmp_path, tokenizer):
         hf_datasets(str(path), tokenizer)
 
 
+def test_a_saved_data_set_is_read_without_writing_next_to_it(tmp_path, tokenizer):
+    rows = [{"text": f"film {i}", "label": "ab"[i % 2]} for i in range(20)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    before = sorted(tmp_path.rglob("*"))
+    data = hf_datasets(str(tmp_path / "saved"), tokenizer)
+    assert data.metadata["classes"] == ["a", "b"]
+    assert len(data.train) == 18
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_labels_that_only_the_evaluation_has_are_refused(tmp_path, tokenizer, table):
     path = tmp_path / "other.jsonl"
     path.write_text(json.dumps({**ROWS[0], "label": "odd"}))
