@@ -263,6 +263,7 @@ def test_a_recipe_file_that_cannot_be_read_is_one_line() -> None:
             ("trainer.clip_norm=big", "trainer.clip_norm=big must be a number, or null$"),
             ("trainer.tf32=yess", "trainer.tf32=yess must be true or false$"),
             ("output_dir=null", "output_dir=null must be a text$"),
+            ("trainer.metrics=a,b", r"trainer.metrics=a,b: write .* 'trainer.metrics=\[a,b\]'; to"),
             ("run_name=", "run_name= has no value: set one, or leave the key out$"),
             ("monitor.progress=maybe", "monitor.progress=maybe .* true, false"),
             ("allow_targets=3", r"allow_targets=3 must be a list, such as \[a,b\]$"),

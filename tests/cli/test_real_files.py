@@ -112,8 +112,6 @@ def test_every_line_of_a_table_is_a_sample_as_it_is_written(tmp_path: Path) -> N
             '{"text": "a", "label": "x"}\n{"text": null, "label": "y"}\n',
             "text=text: sample 2 of a.jsonl has no value",
         ),
-        ("a.json", '{"text": {"0": "a"}, "label": {"0": "x"}}', "a.json is one object with all"),
-        ("a.json", '{"rows": [{"text": "a", "label": "x"}]}', "a.json is one object with all"),
         ("a.jsonl", '["a", "x"]\n["b", "y"]\n', "a.jsonl, line 1: a sample must be an object such"),
         ("a.jsonl", '{"text": "a", "label": "x"}\n' * 4, "the data has only one class, x, so"),
     ],

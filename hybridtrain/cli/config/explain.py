@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import BooleanNode, FloatNode, IntegerNode, ListConfig, OmegaConf, StringNode
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from hybridtrain.cli.config.keys import unknown_key
-from hybridtrain.cli.config.overrides import first_line, unreadable
+from hybridtrain.cli.config.overrides import first_line, shell_quoted, unreadable
 from hybridtrain.cli.config.schema import OPEN_GROUPS, Config
 from hybridtrain.cli.config.tree import flat_keys, to_config
 from hybridtrain.errors import closest, did_you_mean
@@ -59,6 +60,9 @@ def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
         key, _, value = override.partition("=")
         if not key:
             return f"cannot parse the override {override!r}: there is no key before the ="
+        if OverridesParser.create().parse_override(override).is_sweep_override():
+            listed = shell_quoted(f"{key}=[{value}]")
+            return f"{override}: write a list as {listed}; to run with each value, add --multirun"
         if key.startswith("+") and key.lstrip("+") in _groups():
             return f"{override}: {key.lstrip('+')} already exists; write {override.lstrip('+')}"
         options = loader.get_group_options(key)
