@@ -223,9 +223,9 @@ def _refuse_other_weights(run: Path, began: Any, given: Any) -> None:
     from hybridtrain.checkpoint import parse_init_from  # imports torch
 
     if parse_init_from(given) != parse_init_from(began):
-        start = "without init_from=" if began is None else f"from init_from={began}"
+        start = "without init_from=" if began is None else f"from init_from={as_yaml(began)}"
         raise ConfigError(
-            f"init_from={given}: the run {run} started {start} and resumes from its own "
+            f"init_from={as_yaml(given)}: the run {run} started {start} and resumes from its own "
             f"checkpoints; to start from other weights, set another run_name="
         )
 
