@@ -302,6 +302,8 @@ def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
         isinstance(value, kind) and not re.search(rf"\b({words})\b", annotation)
         for kind, words in _NOT_NUMBERS
     )
+    if value is None and not key.startswith("optim."):
+        refused = False  # the data set or the length of the run replaces it
     if refused and (has_number or (numeric and isinstance(value, str))):
         expected = "true or false" if isinstance(default, bool) else "a number"
         shown = "null" if value is None else value
