@@ -106,7 +106,7 @@ class DataSplits:
         names = self.metadata.get("classes")
         if isinstance(names, list | tuple) and names:
             counts = self._samples_by_class(len(names))
-            parts.append(f"{len(names)} classes: {_classes(names, counts)}")
+            parts.append(f"{counted(len(names), 'class', 'es')}: {_classes(names, counts)}")
             if alike := _alike(names):
                 parts.append(f"classes that differ only in case or spaces: {alike}")
         elif isinstance(number := self.metadata.get("num_classes"), int):
