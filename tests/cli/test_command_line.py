@@ -371,6 +371,10 @@ def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
             "data.classes=cat must be a list, such as [cat]",
         ),
         (
+            ["data=image_folder", "data.root=.", "data.image_size=big"],
+            "data.image_size=big must be a number",
+        ),
+        (
             ["trainer.metrics={f: {_target_: torchmetrics.F1}}"],
             "trainer.metrics.f._target_=torchmetrics.F1: torchmetrics has no F1",
         ),

@@ -92,7 +92,9 @@ def refuse_empty_texts(overrides: Sequence[str]) -> None:
         ConfigError: names the first such key.
     """
     for override in overrides:
-        if override.endswith("=") and override[:-1].lstrip("+") in text_keys():
+        key, sign, value = override.lstrip("+").partition("=")
+        is_text = key in text_keys() or key.startswith(("data.", "model."))
+        if sign and not value and is_text:
             raise ConfigError(f"{override} has no value: set one, or leave the key out")
 
 

@@ -296,7 +296,8 @@ _NOT_NUMBERS: tuple[tuple[Any, str], ...] = (
 def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
     """Rejects a string or a number if the target expects another kind of value."""
     default, annotation = parameter.default, str(parameter.annotation)
-    numeric = annotation in ("<class 'int'>", "<class 'float'>", "int", "float")
+    kinds = [kind.strip() for kind in annotation.split("|") if kind.strip() != "None"]
+    numeric = all(kind in ("<class 'int'>", "<class 'float'>", "int", "float") for kind in kinds)
     has_number = isinstance(default, int | float)
     refused = any(
         isinstance(value, kind) and not re.search(rf"\b({words})\b", annotation)
@@ -304,7 +305,7 @@ def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
     )
     if value is None and not key.startswith("optim."):
         refused = False  # the data set or the length of the run replaces it
-    if refused and (has_number or (numeric and isinstance(value, str))):
+    if refused and (has_number or (numeric and value is not None)):
         expected = "true or false" if isinstance(default, bool) else "a number"
         shown = "null" if value is None else value
         raise ConfigError(f"{key}={shown} must be {expected}")
@@ -312,7 +313,6 @@ def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
     if isinstance(value, float) and whole:
         example = f", such as {int(value)}" if value.is_integer() else ""
         raise ConfigError(f"{key}={value} must be a whole number{example}")
-    kinds = [kind.strip() for kind in annotation.split("|") if kind.strip() != "None"]
     if all(re.match(r"(list|Sequence|tuple)\[", kind) for kind in kinds) and not isinstance(
         value, list | tuple | None
     ):
