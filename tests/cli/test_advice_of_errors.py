@@ -354,7 +354,7 @@ TRIED = [
          setup=another_tokenizer),
     Case("but classes must be text or whole numbers", TEXTS, (("data.task=regression",),),
          setup=bert_with_labels(0.5, 1.5)),
-    Case("among numbers: remove such samples; if it is a class, set classes=",
+    Case("among numbers: remove such samples",
          (*TEXTS, "data.path=a.csv"), (("data.classes=[0,1,nan]",),), setup=numbers_and_nan),
     Case("has lists: set task=", TEXTS, (("data.task=multilabel",),),
          setup=bert_with_labels(["a", "b"], ["b"])),
