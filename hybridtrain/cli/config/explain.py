@@ -100,7 +100,7 @@ def _unknown_key(causes: Sequence[BaseException], overrides: Sequence[str]) -> s
 
 
 # What a key of the schema takes, by the class of its node.
-_KINDS = {
+_KINDS: dict[type[Any], str] = {
     IntegerNode: "a whole number",
     FloatNode: "a number",
     BooleanNode: "true or false",
@@ -114,7 +114,7 @@ def _wrong_value(causes: Sequence[BaseException]) -> str | None:
         if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
             continue
         node = cause.child_node
-        if not isinstance(cause, ValidationError) or type(node) not in _KINDS:
+        if not isinstance(cause, ValidationError) or node is None or type(node) not in _KINDS:
             return f"{cause.full_key}: {first_line(cause)}"
         value = "null" if cause.value is None else cause.value
         whole = isinstance(value, float) and value.is_integer() and type(node) is IntegerNode
