@@ -375,6 +375,10 @@ def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
             "data.image_size=big must be a number",
         ),
         (
+            ["data=datasets", "data.path=[a.csv,b.csv]"],
+            "data.path=['a.csv', 'b.csv'] must be a single text",
+        ),
+        (
             ["trainer.metrics={f: {_target_: torchmetrics.F1}}"],
             "trainer.metrics.f._target_=torchmetrics.F1: torchmetrics has no F1",
         ),

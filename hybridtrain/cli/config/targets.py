@@ -317,6 +317,9 @@ def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
         value, list | tuple | None
     ):
         raise ConfigError(f"{key}={value} must be a list, such as [{value}]")
+    is_text = all(kind in ("<class 'str'>", "str") for kind in kinds)
+    if is_text and isinstance(value, list | Mapping):
+        raise ConfigError(f"{key}={value} must be a single text")
     if isinstance(default, tuple) and value is not None:
         is_list = isinstance(value, list | tuple)
         if not is_list or len(cast(Sequence[Any], value)) != len(default):
