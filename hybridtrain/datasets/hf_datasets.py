@@ -914,10 +914,9 @@ def _check_no_nan(values: Sequence[Any], column: str) -> None:
     words = sorted({value for value in values if str(value).strip().casefold() in _MISSING})
     others = [value for value in values if value not in words]
     if words and others and as_numbers(others) is not None:
-        names = listed([*sorted({*others}, key=int), *words])
         raise DataError(
-            f"{setting('target', column)} has {listed(words)} among numbers: remove such samples; "
-            f"if it is a class, set {setting('classes', names.replace(', ', ','), '[{}]'.format)}"
+            f"{setting('target', column)} has {listed(words)} among numbers: remove such samples, "
+            "or give this class another name"
         )
 
 

@@ -98,12 +98,6 @@ def bert_with_labels(*labels: object, words: int = 3) -> Callable[[], None]:
     return write
 
 
-def numbers_and_nan() -> None:
-    bert()
-    rows = "".join(f"good film,{label}\n" for label in ("0", "1", "nan") * 6)
-    Path("a.csv").write_text(f"text,label\n{rows}")
-
-
 def tables_with_two_separators() -> None:
     bert()
     Path("both").mkdir()
@@ -354,8 +348,6 @@ TRIED = [
          setup=another_tokenizer),
     Case("but classes must be text or whole numbers", TEXTS, (("data.task=regression",),),
          setup=bert_with_labels(0.5, 1.5)),
-    Case("among numbers: remove such samples",
-         (*TEXTS, "data.path=a.csv"), (("data.classes=[0,1,nan]",),), setup=numbers_and_nan),
     Case("has lists: set task=", TEXTS, (("data.task=multilabel",),),
          setup=bert_with_labels(["a", "b"], ["b"])),
     Case("but classes must be numbered from 0", TEXTS, (("data.task=regression",),),
