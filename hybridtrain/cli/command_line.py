@@ -145,9 +145,11 @@ def _refuse_dashes(words: Sequence[str], parser: argparse.ArgumentParser) -> Non
     flags = list(parser._option_string_actions)
     for number, word in enumerate(words):
         flag, sign, value = word.partition("=")
-        if not word.startswith("--") or any(known.startswith(flag) for known in flags):
+        if not re.match("--?[A-Za-z]", word) or flag in flags:
+            continue
+        if word.startswith("--") and any(known.startswith(flag) for known in flags):
             continue  # argparse takes the beginning of a flag for the flag
-        name = flag[2:].replace("-", "_")
+        name = flag.lstrip("-").replace("-", "_")
         if close := closest(flag, FLAGS, cutoff=0.8):
             raise ConfigError(f"there is no flag {flag}: did you mean {close}?")
         if not sign and number + 1 < len(words) and "=" not in words[number + 1]:

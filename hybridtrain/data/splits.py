@@ -106,7 +106,7 @@ class DataSplits:
         names = self.metadata.get("classes")
         if isinstance(names, list | tuple) and names:
             counts = self._samples_by_class(len(names))
-            parts.append(f"{len(names)} classes: {_classes(names, counts)}")
+            parts.append(f"{counted(len(names), 'class', 'es')}: {_classes(names, counts)}")
             if alike := _alike(names):
                 parts.append(f"classes that differ only in case or spaces: {alike}")
         elif isinstance(number := self.metadata.get("num_classes"), int):
@@ -233,6 +233,8 @@ def _evaluated_alone(
     finally:
         _TRAINED_ON.reset(token)
     of_data = {name: value for name, value in splits.metadata.items() if name not in _OF_CLASSES}
+    if "longest" in metadata and "longest" in of_data:  # of all samples of the run
+        of_data["longest"] = max(metadata["longest"], of_data["longest"])
     if arguments.get("classes"):
         of_data["classes"] = arguments["classes"]
     return replace(

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from hybridtrain.data import DataSplits, for_trained_models
 from hybridtrain.datasets.held_out import check_share, note_without_held_out
-from hybridtrain.datasets.label_vectors import LabelVectors, label_vectors
+from hybridtrain.datasets.label_vectors import IS_VECTOR, LabelVectors, label_vectors
 from hybridtrain.datasets.sample_files import SampleFiles, Samples, check_columns, check_named
 from hybridtrain.datasets.split_names import check_classes, class_numbers, listed
 from hybridtrain.datasets.standard_input import STANDARD_INPUT, read_lines
@@ -36,7 +36,6 @@ from hybridtrain.datasets.tables import (
     as_numbers,
     check_complete,
     check_finite,
-    quiet,
     read_table,
     with_lists,
 )
@@ -67,6 +66,9 @@ TASKS = (
 # Tasks with classes, and the ones among them with a list of classes per sample.
 _CLASSES = ("classification", "multilabel", "token_classification")
 _LISTS = _CLASSES[1:]
+
+# Words for a missing value.
+_MISSING = ("nan", "na", "n/a", "null", "none")
 
 # The number of texts to measure before a run.
 _MEASURED_TEXTS = 2000
@@ -210,8 +212,9 @@ def hf_datasets(
 
     Metadata: `task`, `vocab_size`, `max_len`, `pad_index`, `special_tokens`; `num_classes` and
     `num_labels` for regression and tasks with classes, with the names `classes`, if there are any;
-    `seq_len` for packed texts; `longest`, the number of tokens of the longest text of all splits,
-    if all texts were measured and batches are padded to their longest.
+    `label_vectors` for multilabel; `seq_len` for packed texts; `longest`, the number of tokens of
+    the longest text of all splits, if all texts were measured and batches are padded to their
+    longest.
 
     Args:
         path: a file (.csv, .tsv, .json, .jsonl, .parquet, .arrow, .txt; the text formats also with
@@ -331,6 +334,8 @@ def hf_datasets(
     items: dict[str, Callable[[Mapping[str, Any]], Item]] = {}
     labels: Callable[[], Tensor] | None = None
     vectors = label_vectors(source, targets, classes) if task == "multilabel" else None
+    if task == "multilabel":
+        metadata |= {IS_VECTOR: vectors is not None}
     if vectors is not None:
         metadata |= {"num_classes": vectors.count, "num_labels": vectors.count}
         if vectors.names is not None:
@@ -838,8 +843,21 @@ def number_classes(
         else:
             meaning[split] = {value: value for value in split_values}
     every = [*values["train"], *values["eval"]]
+    if classes is None and not (every if source.held_out else values["train"]):
+        raise DataError(f"{setting('target', column)}: no training sample has a class")
+    if floats := [value for value in every if isinstance(value, float)]:
+        for table in () if of_lists else source.tables:
+            check_finite(table, [column], "target")
+        # as in a file of pandas with a missing value
+        if all(map(float.is_integer, floats)):
+            meaning = {
+                split: {v: int(m) if isinstance(m, float) else m for v, m in of_split.items()}
+                for split, of_split in meaning.items()
+            }
     # of the classes 1, 2 and other, "1" is the first one, also in samples without the last one
     are_names = classes is not None and as_numbers(classes) is None and {*every} <= {*classes}
+    if classes is None and source.numbers_are_texts:
+        _check_no_nan(every, column)
     numbers = as_numbers(every) if source.numbers_are_texts and not are_names else None
     if numbers is not None:
         as_number = dict(zip(every, numbers, strict=True))
@@ -891,6 +909,17 @@ def number_classes(
     )
 
 
+def _check_no_nan(values: Sequence[Any], column: str) -> None:
+    """Refuses a word for a missing value among numbers in a CSV file; it would be a class."""
+    words = sorted({value for value in values if str(value).strip().casefold() in _MISSING})
+    others = [value for value in values if value not in words]
+    if words and others and as_numbers(others) is not None:
+        raise DataError(
+            f"{setting('target', column)} has {listed(words)} among numbers: remove such samples, "
+            "or give this class another name"
+        )
+
+
 def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
     """Returns the values in a column, or in its lists.
 
@@ -912,8 +941,9 @@ def _values(samples: Any, column: str, of_lists: bool) -> set[Any]:
             f"{setting('target', column)} has lists: set {setting('task', 'multilabel')} or, for "
             f"classes of words, {setting('task', 'token_classification')}"
         )
-    with quiet():
-        return set(samples.unique(column))
+    # `unique` of chosen samples would write a file next to those of the data set
+    chosen = samples.select_columns([column]).with_format("arrow")[:]
+    return set(chosen.column(column).unique().to_pylist())
 
 
 def _numbered(
@@ -922,7 +952,8 @@ def _numbered(
     """Returns the classes of numeric data; `classes` may name them."""
     values = {number for numbers in meaning.values() for number in numbers.values()}
     count = len(classes) if classes is not None else max(values) + 1
-    if min(values) < 0 or max(values) >= count or count > 10 * len(values):
+    # without values, no sample to evaluate on has a class
+    if values and (min(values) < 0 or max(values) >= count or count > 10 * len(values)):
         raise DataError(
             f"{setting('target', column)} has {len(values)} values, from {min(values)} to "
             f"{max(values)}, but classes must be numbered from 0"

@@ -9,10 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridtrain.data import metadata_of_training
 from hybridtrain.datasets.sample_files import Samples, check_columns
 from hybridtrain.errors import DataError, setting
 
-_VALUES = {0: 0.0, 1: 1.0, "0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0}
+IS_VECTOR = "label_vectors"
+"""The metadata that says whether labels are vectors: other samples of the run are read alike."""
+
+# in a CSV file as text
+_VALUES = {0: 0.0, 1: 1.0, "0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "False": 0.0, "True": 1.0}
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ def label_vectors(
 ) -> LabelVectors | None:
     """Returns labels in the form of vectors; None if each sample has a list of its classes.
 
-    Lists are vectors if all have the same length of at least 2 and contain only 0 and 1. As lists
-    of classes, they would give each sample class 0, class 1 or both, some of them several times.
+    Lists are vectors if those of the training samples are (`_are_vectors`). As lists of classes,
+    they would give each sample class 0, class 1 or both, some of them several times.
 
     Args:
         source: the samples.
@@ -67,7 +72,7 @@ def label_vectors(
         classes: the names of the labels in order; None: those of several columns.
 
     Raises:
-        DataError: one of several columns has other values, or the number of names is another one.
+        DataError: a sample has other values, or the number of names is another one.
     """
     check_columns(source.samples, "target", columns)
     rows = {
@@ -76,27 +81,21 @@ def label_vectors(
         else [[*row] for row in zip(*(samples[column] for column in columns), strict=True)]
         for split, samples in source.samples.items()
     }
-    every = [row for of_split in rows.values() for row in of_split]
+    of_training = rows["train"]
     if len(columns) == 1:
         feature = source.samples["train"].features[columns[0]]
         if getattr(getattr(feature, "feature", feature), "names", None):
             return None  # numbers of named classes
-        lengths = {len(row) if isinstance(row, list) else 0 for row in every}
-        numbers = all(isinstance(x, int | float) for row in every for x in row or ())
-        if len(lengths) > 1 or max(lengths) < 2 or not numbers:
+        trained_on = metadata_of_training() or {}
+        of_one_file = [*of_training, *(rows["eval"] if source.held_out else ())]
+        if not trained_on.get(IS_VECTOR, _are_vectors(of_one_file)):
             return None
-        if any(value not in (0, 1) for row in every for value in row):
-            return None
+        count = trained_on.get("num_labels") or len(of_training[0])
     else:
-        for split, of_split in rows.items():
-            for number, row in enumerate(of_split, 1):
-                for column, value in zip(columns, row, strict=True):
-                    if value not in _VALUES:
-                        raise DataError(
-                            f"{setting('target', column)}: sample {number} of the {split} split "
-                            f"has {value!r}, but several columns of labels must have 0 or 1"
-                        )
-    count = len(every[0])
+        count = len(columns)
+    for split, of_split in rows.items():
+        for number, row in enumerate(of_split, 1):
+            _check_row(columns, row, count, f"sample {number} of the {split} split")
     if classes is not None and len(classes) != count:
         raise DataError(
             f"{setting('classes', ','.join(classes))} has {len(classes)} names, but each sample "
@@ -105,3 +104,34 @@ def label_vectors(
     names = [*columns] if classes is None and len(columns) > 1 else classes
     matrix = torch.tensor([[_VALUES[value] for value in row] for row in rows["train"]])
     return LabelVectors(columns, count, None if names is None else [*names], matrix)
+
+
+def _are_vectors(rows: Sequence[Any]) -> bool:
+    """Returns whether all rows are vectors of one length of at least 2."""
+    first = rows[0]
+    return isinstance(first, list) and len(first) > 1 and all(_is(row, len(first)) for row in rows)
+
+
+def _is(row: Any, count: int) -> bool:
+    """Returns whether a row is a list of `count` numbers, each 0 or 1."""
+    return (
+        isinstance(row, list)
+        and len(row) == count
+        and all(isinstance(value, int | float) and value in (0, 1) for value in row)
+    )
+
+
+def _check_row(columns: Sequence[str], row: Any, count: int, sample: str) -> None:
+    if len(columns) == 1:
+        if not _is(row, count):
+            raise DataError(
+                f"{setting('target', columns[0])}: {sample} has {row!r}, but the labels of the "
+                f"training samples are vectors of {count} values, each 0 or 1"
+            )
+        return
+    for column, value in zip(columns, row, strict=True):
+        if value not in _VALUES:
+            raise DataError(
+                f"{setting('target', column)}: {sample} has {value!r}, but several columns of "
+                "labels must have 0 or 1"
+            )

@@ -120,9 +120,8 @@ class SampleFiles:
         if missing:
             notes.append(f"{counted(missing, 'sample')} without a value left out")
         if evaluation is None:
-            if len(train) < 2:  # perhaps a single object with all samples
-                for column, key in columns.items():
-                    check_columns({"train": train}, key, [column])
+            if len(train) < 2:
+                self._check_is_a_sample(train, columns)
             strata = None
             if self.classes is not None and self.classes in train.features:
                 strata, why_not = strata_of(train[self.classes], self.eval_share, self.stratify)
@@ -136,6 +135,24 @@ class SampleFiles:
             if not len(of_split):
                 raise DataError(f"the {split} split has no samples")
         return Samples(samples, tables, evaluation is None, notes)
+
+    def _check_is_a_sample(self, train: Any, columns: Mapping[str, str]) -> None:
+        """Refuses a JSON file that is one object with all samples.
+
+        Raises:
+            DataError: it is, or a column is missing.
+        """
+        for sample in train:
+            values = [sample.get(column) for column in columns if column not in self.lists]
+            is_one = all(isinstance(value, str | int | float) for value in values)
+            if not is_one and any(isinstance(value, list | dict) for value in sample.values()):
+                raise DataError(
+                    f"{setting('path', self.path)} is one object with all samples, but must have "
+                    "an object for each sample, in a list or one per line (in pandas: orient "
+                    "'records')"
+                )
+        for column, key in columns.items():
+            check_columns({"train": train}, key, [column])
 
     def _split_of_path(self, splits: Collection[str]) -> str:
         """Returns the evaluation split of `path`; the training split if samples are held out."""
@@ -172,7 +189,8 @@ class SampleFiles:
             notes.append(f"{counted(left_out[split], 'sample')} without a value left out")
         if not len(evaluation):
             raise DataError("the eval split has no samples")
-        return Samples({"train": evaluation, "eval": evaluation}, [table], False, notes)
+        # errors name the first split
+        return Samples({"eval": evaluation, "train": evaluation}, [table], False, notes)
 
 
 def _split_of(whole: Mapping[str, Any], split: str, key: str, path: str) -> Any:

@@ -67,4 +67,5 @@ def check_classes(
 def listed(names: Sequence[str]) -> str:
     """Returns the first names, and the number of further ones."""
     remainder = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + remainder
+    # a config has numbers for [0,1]
+    return ", ".join(map(str, names[:10])) + remainder

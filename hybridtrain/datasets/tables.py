@@ -395,7 +395,7 @@ def _checked(path: Path, kind: str, separator: str | None) -> _Scan:
 
 
 def _check_json(paths: Sequence[Path]) -> None:
-    """Raises a DataError with the first position in these files that is not JSON."""
+    """Raises a DataError with the first position in these files without JSON, or an object."""
     for path in paths:
         with _opened(path) as file:
             lines = file.read().splitlines()
@@ -407,12 +407,18 @@ def _check_json(paths: Sequence[Path]) -> None:
                 lines = ["\n".join(lines)]
         for number, line in enumerate(lines):
             try:
-                json.loads(line or "null")
+                value = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"{path}, line {number + error.lineno} is not JSON: {error.msg}, at column "
                     f"{error.colno}"
                 ) from error
+            samples = value if isinstance(value, list) else [value]
+            if not all(isinstance(sample, dict) for sample in samples):
+                raise DataError(
+                    f"{path}, line {number + 1}: a sample must be an object such as "
+                    f'{{"text": "a good story"}}, not {line.strip()[:60]}'
+                )
 
 
 def _opened(path: Path) -> TextIO:
@@ -672,6 +678,8 @@ def check_finite(table: Table, columns: Sequence[str], key: str) -> None:
                 if not finite:
                     comma = isinstance(value, str) and _DECIMAL_COMMA.fullmatch(value)
                     hint = ": write numbers with a decimal point, such as 1234.5" if comma else ""
+                    if isinstance(value, float) and math.isnan(value):
+                        hint = f": fill it in, or set {setting('drop_missing', True)}"
                     raise DataError(
                         f"{setting(key, column)}: {_place(table, split, number)} has {value!r}, "
                         f"which is not a finite number{hint}"

@@ -117,7 +117,7 @@ def test_a_decoder_starts_as_its_model_does(capfd: pytest.CaptureFixture[str]) -
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     words = write_model("bart")
-    succeed(capfd, *words, "optim.lr=0", "optim.weight_decay=0", "data.eval_path=reviews.jsonl")
+    succeed(capfd, *words, "optim.lr=1e-12", "optim.weight_decay=0", "data.eval_path=reviews.jsonl")
     loss = json.loads(Path("outputs/run/summary.json").read_text())["eval"]["loss"]
     net = AutoModelForSeq2SeqLM.from_pretrained("base").eval()
     tokenizer = AutoTokenizer.from_pretrained("base")

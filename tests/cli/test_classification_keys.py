@@ -45,6 +45,7 @@ def test_smoothing_weights_and_metrics_by_name(capfd: pytest.CaptureFixture[str]
         ("trainer.label_smoothing=1.5", "trainer.label_smoothing=1.5 must be from 0 to 1"),
         ("trainer.class_weights=[1,2]", "trainer.class_weights has 2 numbers, but the data has 10"),
         ("trainer.class_weights=yes", "trainer.class_weights=yes must be auto"),
+        ("trainer.metrics=3", "trainer.metrics=3 must be a list of names, or a mapping such as"),
         ("trainer.metrics=[recal]", "trainer.metrics=recal is unknown: did you mean 'recall'?"),
     ],
 )

@@ -367,6 +367,18 @@ def test_a_callable_is_given_the_facts_that_it_has_parameters_for(
         ),
         (["lr_schedule.T_max=foo"], "lr_schedule.T_max=foo must be a number"),
         (
+            ["data=image_folder", "data.root=.", "data.classes=cat"],
+            "data.classes=cat must be a list, such as [cat]",
+        ),
+        (
+            ["data=image_folder", "data.root=.", "data.image_size=big"],
+            "data.image_size=big must be a number",
+        ),
+        (
+            ["data=datasets", "data.path=[a.csv,b.csv]"],
+            "data.path=['a.csv', 'b.csv'] must be a single text",
+        ),
+        (
             ["trainer.metrics={f: {_target_: torchmetrics.F1}}"],
             "trainer.metrics.f._target_=torchmetrics.F1: torchmetrics has no F1",
         ),

@@ -112,6 +112,8 @@ def test_every_line_of_a_table_is_a_sample_as_it_is_written(tmp_path: Path) -> N
             '{"text": "a", "label": "x"}\n{"text": null, "label": "y"}\n',
             "text=text: sample 2 of a.jsonl has no value",
         ),
+        ("a.jsonl", '["a", "x"]\n["b", "y"]\n', "a.jsonl, line 1: a sample must be an object such"),
+        ("a.jsonl", '{"text": "a", "label": "x"}\n' * 4, "the data has only one class, x, so"),
     ],
 )
 @pytest.mark.quick_cases(1)

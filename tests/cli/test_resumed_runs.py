@@ -240,13 +240,16 @@ def test_a_new_run_begins_with_the_weights_of_another_and_a_resumed_one_does_not
     finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = finished / "checkpoints" / LAST / "model.safetensors"
-    new = [*SMALL, "run_name=tuned", f"init_from={source}", "optim.lr=0", "trainer.steps=2"]
+    tuned = [*SMALL, "run_name=tuned"]
+    rate = ["lr_schedule=constant", "lr_schedule.warmup_steps=0", "lr_schedule.factor=0"]
+    rate += ["lr_schedule.total_iters=9"]  # a rate of 0
+    new = [*tuned, f"init_from={source}", *rate, "trainer.steps=2"]
     said = succeed(capfd, *new)
     assert f"initial weights from {source}: 8 tensors loaded" in said
     weights = load_file("outputs/tuned/checkpoints/step_00000002/model.safetensors")
     assert_same(weights, load_file(source))
     assert "initial weights" not in succeed(capfd, *new, "trainer.steps=3")
-    other = fail(capfd, *new[:-3], f"init_from={finished}")
+    other = fail(capfd, *tuned, f"init_from={finished}")
     assert f"outputs/tuned started from init_from={source} and resumes" in other
     assert "set another run_name=" in other
     head = [*SMALL, "run_name=head", "model.num_classes=17", f"init_from={source}"]

@@ -20,6 +20,10 @@ WEIGHTS = "trainer.class_weights=[1,1,1,1,1,1,1,1,1,{}]"
         ([WEIGHTS.format("1e400")], "trainer.class_weights="),
         (["trainer.class_weights=[0,0,0,0,0,0,0,0,0,0]"], "trainer.class_weights="),
         (["optim.lr=1e400"], "optim.lr=inf"),
+        (["optim.lr=0"], "optim.lr=0 must be above 0, such as optim.lr=1e-3"),
+        (["optim.lr=-1"], "optim.lr=-1 must be above 0"),
+        (["optim.lr=null"], "optim.lr=null must be a number"),
+        (["optim.lr=[0.1]"], "optim.lr=[0.1] must be a number"),
         (["optim=adamw", "optim.betas=[0.9,1e400]"], "optim.betas.1=inf"),
         (["+optim.groups=[{match: '*', lr: 1e400}]"], "optim.groups.0.lr=inf"),
         (["lr_schedule=linear", "lr_schedule.end_factor=1e400"], "lr_schedule.end_factor=inf"),
@@ -45,6 +49,7 @@ def test_a_setting_without_effect_or_sense_is_refused(
         ["trainer.eval_every=null", "trainer.eval_every_epochs=1", STOPPING],
         [WEIGHTS.format(0)],
         ["trainer.metrics=accuracy"],
+        ["optim.lr=0", "+optim.groups=[{match: '*.bias', lr: 0.1}]"],
     ],
 )
 @pytest.mark.quick_cases(1)

@@ -48,6 +48,7 @@ def test_a_prefix_is_removed_by_the_words_of_the_error(
     [
         (["--lr=1e-3"], "optim.lr=1e-3"),
         (["--learning-rate", "1e-3"], "optim.lr=1e-3"),
+        (["-lr", "1e-3"], "optim.lr=1e-3"),
         (["--batch-size", "16"], "data.batch_size=16"),
         (["--seed=3"], "seed=3"),
     ],

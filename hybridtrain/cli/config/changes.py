@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from hybridtrain._base.text_table import Block, in_one_line
 from hybridtrain.cli.config.schema import LOADER_KEYS, Config
@@ -63,6 +66,11 @@ class Change:
     key: str
     of_run: Any
     other: Any
+
+    @property
+    def is_new(self) -> bool:
+        """True if the run has no such key."""
+        return self.of_run == _MISSING
 
     @property
     def is_identity(self) -> bool:
@@ -133,4 +141,7 @@ def as_yaml(value: Any) -> str:
     """Returns a value in the notation of YAML and the command line."""
     if value is None:
         return "null"
+    if isinstance(value, Mapping | list):
+        text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+        return text.strip()
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -46,6 +46,17 @@ def check_config(config: Config) -> None:
     check_run_name(config.run_name or "")
 
 
+def check_rate(optim: Mapping[str, Any]) -> None:
+    """Rejects a learning rate with which nothing is learned.
+
+    Raises:
+        ConfigError: it is not above 0, and no group of parameters has another one.
+    """
+    rate = optim.get("lr")
+    if isinstance(rate, int | float) and rate <= 0 and not optim.get("groups"):
+        raise ConfigError(f"optim.lr={rate:g} must be above 0, such as optim.lr=1e-3")
+
+
 def _check_finite(key: str, value: Any) -> None:
     """Rejects an infinite rate, such as 1e400, which only a step would find."""
     if isinstance(value, Mapping):

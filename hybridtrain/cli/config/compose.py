@@ -25,6 +25,7 @@ from hybridtrain.cli.config.overrides import (
     given_keys,
     given_recipe,
     parse_overrides,
+    refuse_empty_texts,
     with_texts,
 )
 from hybridtrain.cli.config.places import ConfigFile, check_run_keys
@@ -82,6 +83,7 @@ def compose_settings(
         ConfigError: one line that names the key or option and suggests a correction.
     """
     register()
+    refuse_empty_texts(overrides)
     recipe = given_recipe(overrides)
     wanted = [register_file(override) for override in as_hydra_takes_them(with_texts(overrides))]
     if base is not None:

@@ -9,12 +9,13 @@ from typing import Any, cast
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf import BooleanNode, FloatNode, IntegerNode, ListConfig, OmegaConf, StringNode
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from hybridtrain.cli.config.keys import unknown_key
-from hybridtrain.cli.config.overrides import first_line, unreadable
+from hybridtrain.cli.config.overrides import first_line, shell_quoted, unreadable
 from hybridtrain.cli.config.schema import OPEN_GROUPS, Config
 from hybridtrain.cli.config.tree import flat_keys, to_config
 from hybridtrain.errors import closest, did_you_mean
@@ -59,6 +60,9 @@ def _wrong_override(error: Exception, overrides: Sequence[str]) -> str | None:
         key, _, value = override.partition("=")
         if not key:
             return f"cannot parse the override {override!r}: there is no key before the ="
+        if OverridesParser.create().parse_override(override).is_sweep_override():
+            listed = shell_quoted(f"{key}=[{value}]")
+            return f"{override}: write a list as {listed}; to run with each value, add --multirun"
         if key.startswith("+") and key.lstrip("+") in _groups():
             return f"{override}: {key.lstrip('+')} already exists; write {override.lstrip('+')}"
         options = loader.get_group_options(key)
@@ -95,10 +99,28 @@ def _unknown_key(causes: Sequence[BaseException], overrides: Sequence[str]) -> s
     return None
 
 
+# What a key of the schema takes, by the class of its node.
+_KINDS: dict[type[Any], str] = {
+    IntegerNode: "a whole number",
+    FloatNode: "a number",
+    BooleanNode: "true or false",
+    StringNode: "a text",
+    ListConfig: "a list, such as [a,b]",
+}
+
+
 def _wrong_value(causes: Sequence[BaseException]) -> str | None:
     for cause in causes:
-        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
+            continue
+        node = cause.child_node
+        if not isinstance(cause, ValidationError) or node is None or type(node) not in _KINDS:
             return f"{cause.full_key}: {first_line(cause)}"
+        value = "null" if cause.value is None else cause.value
+        whole = isinstance(value, float) and value.is_integer() and type(node) is IntegerNode
+        example = f", such as {int(value)}" if whole else ""
+        null = ", or null" if node._is_optional() else ""
+        return f"{cause.full_key}={value} must be {_KINDS[type(node)]}{example}{null}"
     return None
 
 

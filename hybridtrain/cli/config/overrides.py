@@ -85,6 +85,19 @@ def with_texts(overrides: Sequence[str]) -> list[str]:
     ]
 
 
+def refuse_empty_texts(overrides: Sequence[str]) -> None:
+    """Refuses `run_name=` and the like, as an unset variable of a shell writes it.
+
+    Raises:
+        ConfigError: names the first such key.
+    """
+    for override in overrides:
+        key, sign, value = override.lstrip("+").partition("=")
+        is_text = key in text_keys() or key.startswith(("data.", "model."))
+        if sign and not value and is_text:
+            raise ConfigError(f"{override} has no value: set one, or leave the key out")
+
+
 def as_hydra_takes_them(overrides: Sequence[str]) -> list[str]:
     """Returns overrides that may set what Hydra alone could not.
 

@@ -184,8 +184,15 @@ def _resolved(
         allowed = {*settings.moved, *(EVALUATED if command in ("evaluate", "predict") else ())}
         _refuse_another_identity(run, [c for c in settings.changes if c.key not in allowed])
     if "recipe" in keys and not is_same_file(str(composed.recipe), run / "config.yaml"):
+        # the run has left these out, see `leave_out_leftovers`
+        leftovers = {f"{group}.{k}" for group, of in composed.leftovers.items() for k in of}
         kept = differences(settings.config, composed.config)
-        settings.kept = [c for c in kept if not {c.key, c.key.partition(".")[0]} & set(keys)]
+        settings.kept = [
+            change
+            for change in kept
+            if not {change.key, change.key.partition(".")[0]} & set(keys)
+            and not (change.is_new and change.key in leftovers)
+        ]
     settings.notes += _listed(settings, run)
     return settings
 
@@ -216,9 +223,9 @@ def _refuse_other_weights(run: Path, began: Any, given: Any) -> None:
     from hybridtrain.checkpoint import parse_init_from  # imports torch
 
     if parse_init_from(given) != parse_init_from(began):
-        start = "without init_from=" if began is None else f"from init_from={began}"
+        start = "without init_from=" if began is None else f"from init_from={as_yaml(began)}"
         raise ConfigError(
-            f"init_from={given}: the run {run} started {start} and resumes from its own "
+            f"init_from={as_yaml(given)}: the run {run} started {start} and resumes from its own "
             f"checkpoints; to start from other weights, set another run_name="
         )
 

@@ -14,7 +14,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, TypeVar, cast
 
 from hybridtrain.cli.config.keys import unknown_key
@@ -206,7 +206,7 @@ def build(
         except Exception as error:
             if not _within(f"{target.__module__}.", VALUES_ONLY):
                 raise  # the user's own code, or a model's
-            raise ConfigError(_refused_values(key, arguments, error)) from error
+            raise ConfigError(_refused_values(key, arguments, config, error)) from error
     if not isinstance(made, kind):
         raise ConfigError(_another_kind(key, config, kind, type(made)))
     return made
@@ -285,18 +285,41 @@ def _is_listed(targets: Targets, target: Any) -> bool:
     return False
 
 
+# Kinds of values, and the words of an annotation that takes them.
+_NOT_NUMBERS: tuple[tuple[Any, str], ...] = (
+    (str, "str"),
+    (NoneType, "None|Optional|Any|_empty"),
+    ((list, Mapping), "list|List|tuple|Sequence|Mapping|dict|Any|_empty"),
+)
+
+
 def _check_type(key: str, value: object, parameter: inspect.Parameter) -> None:
     """Rejects a string or a number if the target expects another kind of value."""
     default, annotation = parameter.default, str(parameter.annotation)
-    numeric = annotation in ("<class 'int'>", "<class 'float'>", "int", "float")
-    takes_text = re.search(r"\bstr\b", annotation) is not None
-    if isinstance(value, str) and not takes_text and (isinstance(default, int | float) or numeric):
+    kinds = [kind.strip() for kind in annotation.split("|") if kind.strip() != "None"]
+    numeric = all(kind in ("<class 'int'>", "<class 'float'>", "int", "float") for kind in kinds)
+    has_number = isinstance(default, int | float)
+    refused = any(
+        isinstance(value, kind) and not re.search(rf"\b({words})\b", annotation)
+        for kind, words in _NOT_NUMBERS
+    )
+    if value is None and not key.startswith("optim."):
+        refused = False  # the data set or the length of the run replaces it
+    if refused and (has_number or (numeric and value is not None)):
         expected = "true or false" if isinstance(default, bool) else "a number"
-        raise ConfigError(f"{key}={value} must be {expected}")
+        shown = "null" if value is None else value
+        raise ConfigError(f"{key}={shown} must be {expected}")
     whole = re.search(r"\bint\b", annotation) and not re.search(r"\bfloat\b", annotation)
     if isinstance(value, float) and whole:
         example = f", such as {int(value)}" if value.is_integer() else ""
         raise ConfigError(f"{key}={value} must be a whole number{example}")
+    if all(re.match(r"(list|Sequence|tuple)\[", kind) for kind in kinds) and not isinstance(
+        value, list | tuple | None
+    ):
+        raise ConfigError(f"{key}={value} must be a list, such as [{value}]")
+    is_text = all(kind in ("<class 'str'>", "str") for kind in kinds)
+    if is_text and isinstance(value, list | Mapping):
+        raise ConfigError(f"{key}={value} must be a single text")
     if isinstance(default, tuple) and value is not None:
         is_list = isinstance(value, list | tuple)
         if not is_list or len(cast(Sequence[Any], value)) != len(default):
@@ -318,7 +341,9 @@ def _with_floats(value: Any, annotation: str) -> Any:
     return float(value) if type(value) is int else value
 
 
-def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) -> str:
+def _refused_values(
+    key: str, arguments: Mapping[str, Any], config: Mapping[str, Any], error: Exception
+) -> str:
     """Returns the message for values that a target rejects; names the wrong one if possible."""
     last = str(error).rpartition(":")[2].strip()
     suspects = [
@@ -329,7 +354,7 @@ def _refused_values(key: str, arguments: Mapping[str, Any], error: Exception) ->
     text = " ".join(str(error).split()) or type(error).__name__
     if len(suspects) == 1:
         name = suspects[0]
-        return f"{key}.{name}={arguments[name]}: {text}"
+        return f"{key}.{name}={config.get(name, arguments[name])}: {text}"
     words = ", ".join(f"{name}={value}" for name, value in arguments.items())
     return f"{key}: {text} (with {words})"
 

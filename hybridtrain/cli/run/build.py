@@ -25,7 +25,7 @@ from hybridtrain._base.repeatable import repeat_results
 from hybridtrain._base.text_table import counted
 from hybridtrain.checkpoint import CheckpointStore, find_weights, parse_init_from
 from hybridtrain.cli.config.agreement import agreed
-from hybridtrain.cli.config.check import check_config
+from hybridtrain.cli.config.check import check_config, check_rate
 from hybridtrain.cli.config.leftovers import leave_out_leftovers
 from hybridtrain.cli.config.resolve import Settings
 from hybridtrain.cli.config.schema import AUTO, LOADER_OPTIONS, Config, arguments_of
@@ -35,6 +35,7 @@ from hybridtrain.cli.run.components import (
     build_loss,
     build_metrics,
     build_model,
+    check_several_classes,
     class_weights_of,
     optimizer_state,
 )
@@ -103,7 +104,7 @@ def option_parts(
         make_trackers: as in `build_options`.
         uses: as in `build_options`.
     """
-    part("keys", _check_keys, config)
+    part("keys", partial(_check_keys, uses=uses), config)
     loss_fn = part("loss", build_loss, config) if uses("loss") else None
     return {
         "loss_fn": loss_fn,
@@ -117,9 +118,11 @@ def option_parts(
     }
 
 
-def _check_keys(config: Config) -> None:
+def _check_keys(config: Config, uses: Callable[[str], bool]) -> None:
     """Checks the keys that no option class of the library checks."""
     check_config(config)
+    if uses("optimizer"):
+        check_rate(config.optim)
     check_choice("world.engine", config.world.engine, ENGINES)
     check_choice("world.inner", config.world.inner, ("pp", "dp"))
 
@@ -229,6 +232,8 @@ def prepare_run(
     if settings.uses("loss"):
         weights = class_weights_of(config, data) if weights is None else weights
         loss_fn = build_loss(config, weights)
+        if not trained:
+            check_several_classes(loss_fn, data)
     if loss_fn is not None and settings.uses("metrics"):
         metrics = build_metrics(config, loss_fn, data.metadata)
     options = replace(

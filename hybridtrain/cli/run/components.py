@@ -19,13 +19,14 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hybridtrain import observe
 from hybridtrain._base.construction import construct_without
+from hybridtrain._base.text_table import counted
 from hybridtrain.cli.config import targets as instantiate
 from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.cli.config.names import check_name
 from hybridtrain.cli.config.schema import AUTO, GROUP_KEYS, WARMUP_KEYS, WRAPPER_KEYS, Config
 from hybridtrain.cli.run.directory import RunDirectory
 from hybridtrain.data import DataSplits
-from hybridtrain.errors import ConfigError, check_choice, naming
+from hybridtrain.errors import ConfigError, DataError, check_choice, naming
 from hybridtrain.loop import CALLBACKS, Callback, Tracker, TrainerOptions
 from hybridtrain.loss import (
     LOSSES,
@@ -240,6 +241,20 @@ def class_weights_of(config: Config, data: DataSplits) -> Tensor | None:
     return balanced_weights(labels(), classes)
 
 
+def check_several_classes(loss_fn: LossFn, data: DataSplits) -> None:
+    """Refuses data with a single class, whose cross-entropy is always 0.
+
+    Raises:
+        DataError: names the class.
+    """
+    if data.metadata.get("num_classes") == 1 and resolve(loss_fn).has_class_targets:
+        names = data.metadata.get("classes")
+        raise DataError(
+            f"the data has only one class{f', {names[0]}' if names else ''}, so there is nothing "
+            "to learn: add samples of another class"
+        )
+
+
 def _output_and_targets(target: Any, settings: Mapping[str, Any]) -> list[str]:
     """Returns the two positional arguments of a loss function, in addition to its settings."""
     needed = [
@@ -274,6 +289,11 @@ def build_metrics(
     if isinstance(chosen, str):
         chosen = [chosen]
     if not isinstance(chosen, Mapping):
+        if not isinstance(chosen, list) or not all(isinstance(name, str) for name in chosen):
+            raise ConfigError(
+                f"trainer.metrics={chosen} must be a list of names, or a mapping such as "
+                "trainer.metrics={rouge: {max_new_tokens: 32}}"
+            )
         _check_once("trainer.metrics", chosen)
         chosen = {name: name for name in chosen}
     _check_names("trainer.metrics", "metric", chosen)
@@ -587,7 +607,7 @@ def build_lr_schedule(
     Raises:
         ConfigError: the target is not a schedule, or it does not accept a key.
     """
-    warmup = _warmup_steps(config, total_steps)
+    warmup = warmup_steps(config, total_steps)
     if warmup >= total_steps:
         _log.warning(
             "lr_schedule.warmup_steps=%d is not less than the %d steps of the run: the run ends "
@@ -618,7 +638,7 @@ def build_lr_schedule(
     return SequentialLR(optimizer, [rise, schedule], milestones=[warmup])
 
 
-def _warmup_steps(config: Mapping[str, Any], total_steps: int) -> int:
+def warmup_steps(config: Mapping[str, Any], total_steps: int) -> int:
     """Returns the number of steps of the warm-up.
 
     Raises:
@@ -693,8 +713,8 @@ def check_evaluations(callbacks: Iterable[Callback], options: TrainerOptions, st
         if callback.needs_evaluations:
             raise ConfigError(
                 f"{callback.state_name} compares evaluations, but with trainer.eval_every={every} "
-                f"a run of {steps} steps has only one, at its end: set trainer.eval_every= to less "
-                f"than {steps}"
+                f"a run of {counted(steps, 'step')} has only one, at its end: "
+                + (f"set trainer.eval_every= to less than {steps}" if steps > 1 else "remove it")
             )
 
 

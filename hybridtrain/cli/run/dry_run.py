@@ -11,9 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hybridtrain.cli.config.compose import compose_config
+from hybridtrain.cli.config.keys import NAMING
 from hybridtrain.cli.config.overrides import with_later
 from hybridtrain.cli.config.resolve import resolve_settings
+from hybridtrain.cli.run.build import trainer_options
+from hybridtrain.cli.run.components import warmup_steps
 from hybridtrain.cli.run.sweep import RunCommand
+from hybridtrain.errors import naming
 from hybridtrain.launch import detect
 
 
@@ -26,6 +30,8 @@ def run_dry(overrides: Sequence[str], config_dir: str | None, run: RunCommand) -
         run: runs one command with its settings.
     """
     config = compose_config(overrides, config_dir)
+    with naming(NAMING):  # what the dry run replaces is checked as well
+        warmup_steps(config.lr_schedule, trainer_options(config).steps or 1)
     folder = Path(config.output_dir) / dry_run_name(os.environ)
     short = ["trainer.epochs=null", "trainer.steps=2", "trainer.log_every=1"]
     short += ["++data.first_batches=2", "++lr_schedule.warmup_steps=0", f"output_dir={folder}"]

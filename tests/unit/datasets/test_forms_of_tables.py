@@ -78,6 +78,13 @@ def test_a_file_in_another_encoding_is_converted_by_the_command_of_the_error(
     assert read(converted, "new.csv").metadata["classes"] == ["x", "y"]
 
 
-def test_an_object_with_all_samples_is_named_by_its_columns(read):
-    with pytest.raises(DataError, match=r"text=text: the train split has no such column; it has d"):
-        read('{"data": [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]}', "a.json")
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"data": [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]}',
+        '{"text": {"0": "a", "1": "b"}, "label": {"0": "x", "1": "y"}}',  # pandas' default
+    ],
+)
+def test_a_file_that_is_one_object_says_what_a_sample_is(content, read):
+    with pytest.raises(DataError, match=r"a\.json is one object with all samples, but must have"):
+        read(content, "a.json")

@@ -384,6 +384,28 @@ def test_a_target_that_is_not_a_finite_number_is_named(tmp_path, tokenizer, kind
         hf_datasets(path, tokenizer, task="regression")
 
 
+@pytest.mark.parametrize(
+    ("kind", "missing", "message"),
+    [
+        ("jsonl", float("nan"), r"sample 8 of .* has nan, .* or set drop_missing=True"),
+        ("csv", "NaN", "target=label has NaN among numbers: remove such samples"),
+    ],
+)
+def test_a_missing_number_is_no_class(tmp_path, tokenizer, kind, missing, message):
+    numbers = [float(i % 2) for i in range(20)] if kind == "jsonl" else [i % 2 for i in range(20)]
+    numbers[7] = missing
+    path = write_targets(tmp_path, kind, numbers)
+    with pytest.raises(DataError, match=message):
+        hf_datasets(path, tokenizer)
+    if kind == "jsonl":
+        data = hf_datasets(path, tokenizer, drop_missing=True)
+        assert data.metadata["num_classes"] == 2
+        assert sorted(data.train.labels().bincount().tolist()) == [8, 9]
+    else:
+        data = hf_datasets(path, tokenizer, classes=["0", "1", "NaN"])
+        assert data.metadata["classes"] == ["0", "1", "NaN"]
+
+
 @pytest.mark.parametrize(("targets", "said"), [("score", "1 number"), (["score"] * 2, "2 numbers")])
 def test_the_first_line_counts_the_numbers_of_a_regression(tokenizer, table, targets, said):
     line = str(hf_datasets(table, tokenizer, task="regression", target=targets))
@@ -445,6 +467,16 @@ def test_a_sample_without_a_text_is_named_before_training(tmp_path, tokenizer):
     path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DataError, match=r"sample 4 of .*rows.jsonl has no value"):
         hf_datasets(str(path), tokenizer)
+
+
+def test_a_saved_data_set_is_read_without_writing_next_to_it(tmp_path, tokenizer):
+    rows = [{"text": f"film {i}", "label": "ab"[i % 2]} for i in range(20)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    before = sorted(tmp_path.rglob("*"))
+    data = hf_datasets(str(tmp_path / "saved"), tokenizer)
+    assert data.metadata["classes"] == ["a", "b"]
+    assert len(data.train) == 18
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_labels_that_only_the_evaluation_has_are_refused(tmp_path, tokenizer, table):

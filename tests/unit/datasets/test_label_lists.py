@@ -94,6 +94,27 @@ def test_labels_of_0_and_1_are_vectors_and_the_data_line_says_so(form, tokenizer
         hf_datasets(str(path), tokenizer, classes=["old"], **settings)
 
 
+@pytest.mark.parametrize("are_vectors", [True, False])
+def test_the_training_samples_decide_whether_lists_of_0_and_1_are_vectors(
+    are_vectors, tokenizer, tmp_path
+):
+    rows = [[0, 1], [1, 0]] if are_vectors else [[0, 1], [1]]
+    path = lines(tmp_path / "a.jsonl", *({"text": "good", "label": row} for row in rows * 3))
+    new = lines(tmp_path / "b.jsonl", *[{"text": "good", "label": [1, 0]}] * 2)
+    settings = {"tokenizer": tokenizer, "task": "multilabel", "eval_path": new}
+    data = hf_datasets(path, **settings)
+    alone = hf_datasets.evaluated_alone(data.metadata, path=path, **settings)
+    expected = [1, 0] if are_vectors else [1, 1]
+    assert data.eval[0][1].tolist() == alone.eval[0][1].tolist() == expected
+    lines(tmp_path / "b.jsonl", {"text": "good", "label": []})
+    if are_vectors:
+        with pytest.raises(DataError, match=r"of the eval split has \[\], but .* of 2 values"):
+            hf_datasets.evaluated_alone(data.metadata, path=path, **settings)
+    else:
+        alone = hf_datasets.evaluated_alone(data.metadata, path=path, **settings)
+        assert alone.eval[0][1].tolist() == [0, 0]
+
+
 def test_several_columns_of_labels_have_0_or_1(tokenizer, tmp_path):
     path = lines(tmp_path / "a.jsonl", *[{"text": "good", "old": 1, "new": 2}] * 4)
     with pytest.raises(DataError, match=r"target=new: sample 1 of the train split has 2"):
@@ -115,6 +136,8 @@ def test_the_first_token_of_a_word_has_its_class(tokenizer, tmp_path):
     ("task", "sample", "message"),
     [
         ("multilabel", {"text": "good", "label": "new"}, "target=label.* a list of classes"),
+        ("multilabel", {"text": "good", "label": 3}, "target=label.* a list of classes"),
+        ("multilabel", {"text": "good", "label": []}, "target=label: no training sample has a"),
         ("classification", {"text": "good", "label": ["new"]}, "has lists: set task=multilabel"),
         ("token_classification", {"text": "good", "label": ["new"]}, "must have a list of words"),
         (
