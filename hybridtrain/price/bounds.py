@@ -37,10 +37,8 @@ def least_batch_ms(layout: ParallelLayout, times: StageTimes) -> float:
     for device in range(layout.nb_part):
         least = max(least, through + busy[device] * layout.microbatches)
         if in_flight:
-            least = max(
-                least,
-                through + (end_to_end - through) * (1 + (layout.microbatches - 1) // in_flight[device]),
-            )
+            rounds = 1 + (layout.microbatches - 1) // in_flight[device]
+            least = max(least, through + (end_to_end - through) * rounds)
         through += times.forward[device] + whole * times.backward[device]
         if device < len(times.transfer):
             through += (1 + whole) * times.transfer[device]

@@ -223,10 +223,10 @@ def layouts(
     """Returns the layouts that use all devices and divide all batches evenly.
 
     The number of replicas divides the samples of a batch, and the number of micro-batches divides
-    a replica's samples. The number of pipelines divides that of logical replicas. A node holds whole pipelines, or a pipeline covers whole nodes;
-    `engine=local` keeps a pipeline inside a node. Interleaved stages need groups of `nb_part`
-    micro-batches. Where a choice makes no difference (one device has no schedule, one replica no
-    shards), only its first value is used.
+    a replica's samples. The number of pipelines divides that of logical replicas. A node holds
+    whole pipelines, or a pipeline covers whole nodes; `engine=local` keeps a pipeline inside a
+    node. Interleaved stages need groups of `nb_part` micro-batches. Where a choice makes no
+    difference (one device has no schedule, one replica no shards), only its first value is used.
 
     Raises:
         ConfigError: no layout meets these conditions.
