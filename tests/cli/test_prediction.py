@@ -9,7 +9,6 @@ import pytest
 import torch
 from cli_runs import succeed
 from support.launch import SMALL
-from support.stand_in_gpus import stand_in_gpus
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain.cli.run.prediction import beside_measured, prediction_in_words
@@ -109,39 +108,6 @@ def test_the_memory_of_recomputed_and_offloaded_layers_is_predicted(schedule, re
         for sizes in (found.memory_bytes, measured)
     ]
     assert activations[0] == pytest.approx(activations[1], rel=0.05 if offload == "none" else 0.25)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("recompute", "offload"), [("always", "none"), ("always", "inputs"), ("never", "all")]
-)
-def test_the_predicted_memory_is_that_of_devices_with_an_allocator(recompute, offload):
-    torch.manual_seed(0)
-    tokens = torch.randint(64, (16, 32))
-    net = gpt(64, 32, n_layer=4, d_model=64, n_head=2)
-    options = PipelineOptions(chunks=4, schedule="gpipe", recompute=recompute, offload=offload)
-    with stand_in_gpus(2) as gpus:
-        world = World.from_env(2, [str(device) for device in gpus.devices])
-        model = HybridModel(net, world, options, self_check=False)
-        found = predict_step(
-            model.planned.layers,
-            model.plan.counts,
-            tokens[:4],
-            Hardware(devices_per_node=2, library_gib=0.0, library_gib_per_stage=0.0),
-            StepWork(len(tokens), optimizer_tensors_per_param=0),
-            ParallelLayout(2, chunks=4, schedule="gpipe", recompute=recompute, offload=offload),
-            loss=LossOfStep(cross_entropy, tokens[:4]),
-        )
-        for _ in range(4):  # the first ones compare recomputations, which takes memory
-            model.train_step(tokens[:4, :8], tokens[:4, :8], cross_entropy)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for device in gpus.devices:
-            gpus.synchronize(device)
-            gpus.reset_peak_memory(device)
-        model.train_step(tokens, tokens, cross_entropy)
-        peaks = [gpus.peak_memory(device).allocated for device in gpus.devices]
-    assert found.memory_bytes == pytest.approx(peaks, rel=0.1)
 
 
 def test_stages_that_share_a_gpu_add_up_their_time_and_memory(model):
