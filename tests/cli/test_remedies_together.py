@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,8 @@ def kill_once_saved(checkpoint: Path, command: list[str]) -> None:
             time.sleep(0.01)
     finally:
         for pid in (process.pid, *pids):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
     assert len(pids) == 2
 
@@ -61,6 +63,7 @@ def adapter(run: str) -> dict[str, object]:
     return load_file(f"outputs/{run}/checkpoints/step_{STEPS:08d}/model.safetensors")
 
 
+@pytest.mark.timeout(1200)  # two launches of torchrun
 def test_a_killed_run_with_all_remedies_resumes_in_other_stages_to_the_same_bits() -> None:
     write_llama(Path("llama"), vocab_size=131_072, hidden_size=64, intermediate_size=128)
     write_chats(Path("chats.jsonl"), 60)
