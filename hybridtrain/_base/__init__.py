@@ -10,6 +10,7 @@ devices          chooses a process's devices and backend
 files            files that are complete or absent, opened without following links
 hardware         the hardware that costs are predicted for: devices, nodes and links
 intra_op_threads the number of threads that a kernel on the CPU uses
+kernel_downloads an import of bitsandbytes that downloads no code
 microbatch       cuts a batch into micro-batches
 module_call      a replacement of what calling a module does
 objects          sends values between processes, encoded by the codec

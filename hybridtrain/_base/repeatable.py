@@ -65,12 +65,19 @@ def facts_of_bits(device: torch.device) -> dict[str, str]:
         "the version of CUDA": str(torch.version.cuda or torch.version.hip),
         "the version of cuDNN": str(torch.backends.cudnn.version()),
         "the version of Triton": _version("triton"),
+        "the implementation of FlashAttention": str(_flash_attention() or "PyTorch's"),
         "the precision of fp32 matrix products": _precision(torch.backends.cuda, "matmul"),
         "the precision of fp32 convolutions": _precision(torch.backends.cudnn, "conv"),
         "reduced-precision sums in torch.backends.cuda.matmul": str(sums),
         "NVIDIA_TF32_OVERRIDE": os.environ.get("NVIDIA_TF32_OVERRIDE", "unset"),
         _CUBLAS: os.environ.get(_CUBLAS, "unset"),
     }
+
+
+def _flash_attention() -> str | None:
+    """Returns the implementation, such as FA3, that a script has activated; None: PyTorch's."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
 
 
 def _precision(backend: Any, operation: str) -> str:

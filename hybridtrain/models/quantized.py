@@ -19,9 +19,7 @@ bitsandbytes' dynamic map (0.6% against 0.9% of the norm).
 
 from __future__ import annotations
 
-import logging
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain._base.construction import computed_from, has_values
+from hybridtrain._base.kernel_downloads import without_kernel_downloads
 from hybridtrain._base.output_layer import head_modules
 from hybridtrain.errors import ConfigError, argument, check_choice, closest, setting
 
@@ -415,21 +414,11 @@ def _operators() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    # On some CPUs its import downloads a kernel for generation, which is not used here, if the
-    # package `kernels` is installed, and warns if it is not.
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    blocked, quiet = "kernels" not in sys.modules, log.disabled
-    if blocked:
-        sys.modules["kernels"] = None  # type: ignore[assignment]
-    log.disabled = True
     try:
-        import bitsandbytes  # noqa: F401
+        with without_kernel_downloads():
+            import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"{argument('quantize')} needs bitsandbytes: pip install 'hybridtrain[bnb]' ({error})"
         ) from error
-    finally:
-        log.disabled = quiet
-        if blocked:
-            del sys.modules["kernels"]
     return torch.ops.bitsandbytes

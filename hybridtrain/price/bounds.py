@@ -35,12 +35,10 @@ def least_batch_ms(layout: ParallelLayout, times: StageTimes) -> float:
     end_to_end = sum(times.whole) + 2 * sum(times.transfer)
     busy = layout.by_device(times.whole)
     for device in range(layout.nb_part):
-        least = max(least, through + busy[device] * layout.chunks)
+        least = max(least, through + busy[device] * layout.microbatches)
         if in_flight:
-            least = max(
-                least,
-                through + (end_to_end - through) * (1 + (layout.chunks - 1) // in_flight[device]),
-            )
+            rounds = 1 + (layout.microbatches - 1) // in_flight[device]
+            least = max(least, through + (end_to_end - through) * rounds)
         through += times.forward[device] + whole * times.backward[device]
         if device < len(times.transfer):
             through += (1 + whole) * times.transfer[device]
@@ -59,7 +57,7 @@ def host_bound_ms(
         times: the times of its stages.
         divided: the number of backwards of each stage that run in two parts; None: no backward.
     """
-    calls_ms = [host * layout.chunks for host in times.host]
+    calls_ms = [host * layout.microbatches for host in times.host]
     if divided is not None:
         split_calls = zip(calls_ms, times.host_in_parts, divided, strict=True)
         calls_ms = [host + extra * number for host, extra, number in split_calls]
@@ -101,15 +99,15 @@ def least_step_ms_of_any_cut(
     the model for nearly all layouts.
     """
     busy = max(layers.sum_ms / sum(layout.speeds), layers.largest_ms / max(layout.speeds))
-    busy *= layout.chunks
+    busy *= layout.microbatches
     is_equal = len(set(layout.speeds)) == 1
     if layout.stages_per_device == 1 and not layout.splits_backwards and is_equal:
         of_speed = layers.sum_ms / layout.speeds[0]
-        busy = max(busy, _least_with_idle_time(of_speed, layout.nb_part, layout.chunks))
+        busy = max(busy, _least_with_idle_time(of_speed, layout.nb_part, layout.microbatches))
     actions = [2 * action_ms(hardware, layout, stage) for stage in range(layout.stages)]
     processes = layout.nb_part if layout.engine == "distributed" else 1
     begins = [microbatch_ms(hardware, layout, stage) for stage in range(layout.stages)]
-    host = (layers.host_ms + sum(actions) + sum(begins)) * layout.chunks / processes
+    host = (layers.host_ms + sum(actions) + sum(begins)) * layout.microbatches / processes
     load = work.data_ms_per_sample * work.samples / layout.replicas
     return max(busy, host, load) * work.accumulate
 

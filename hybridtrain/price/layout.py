@@ -8,7 +8,8 @@ from functools import cached_property, lru_cache
 
 from hybridtrain._base.hardware import Hardware
 from hybridtrain._base.replica_shares import samples_by_replica
-from hybridtrain.errors import ConfigError, ScheduleError, argument
+from hybridtrain._base.summation_tree import most_waiting
+from hybridtrain.errors import ConfigError, ScheduleError, argument, setting
 from hybridtrain.options import (
     ENGINES,
     OFFLOAD_MODES,
@@ -74,6 +75,9 @@ class ParallelLayout:
         recompute: `never`, `except_last`, `always` or `layers`; for `layers`, `Price.recomputed`
             lists the recomputed layers.
         arrangement: the places of unequal devices, and the shares of the replicas.
+        chunks: micro-batches of a logical replica.
+        owned_replicas: logical replicas that each pipeline runs, with the micro-batches of all in
+            one schedule.
         gradient_sums: the gradients of logical replicas that a process keeps at most while it
             computes another one's, in copies of its gradients.
     """
@@ -88,6 +92,7 @@ class ParallelLayout:
     shard: str = "none"
     arrangement: Arrangement = EQUAL
     offload: str = "none"
+    owned_replicas: int = 1
     gradient_sums: int = 0
 
     @cached_property
@@ -115,6 +120,16 @@ class ParallelLayout:
         return self.nb_part * self.stages_per_device
 
     @cached_property
+    def microbatches(self) -> int:
+        """Micro-batches of a pipeline's schedule."""
+        return self.chunks * self.owned_replicas
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The arguments of the schedule: devices, micro-batches and stages per device."""
+        return self.nb_part, self.microbatches, self.stages_per_device
+
+    @cached_property
     def splits_backwards(self) -> bool:
         """True if backwards run in two parts; with recomputation they do not."""
         return registered(self.schedule).splits_backward and self.recompute == "never"
@@ -134,7 +149,7 @@ class ParallelLayout:
     @cached_property
     def recomputed(self) -> float:
         """Forwards that a backward recomputes, on average over the micro-batches: 0 to 1."""
-        return len(whole_stages(self.recompute, self.chunks)) / self.chunks
+        return len(whole_stages(self.recompute, self.microbatches)) / self.microbatches
 
     @property
     def communicators(self) -> int:
@@ -152,7 +167,7 @@ class ParallelLayout:
 
     def samples(self, work: StepWork) -> int:
         """Returns the number of samples in the largest micro-batch."""
-        of_replica = -(-work.samples // self.replicas)
+        of_replica = -(-work.samples // (self.replicas * self.owned_replicas))
         if self.has_unequal_shares:
             of_replica = max(self.samples_by_replica(work))
         return -(-of_replica // min(self.chunks, of_replica))
@@ -185,6 +200,8 @@ class Choices:
         options: pipeline options that determine the cut (`split`); None: the search also chooses
             the cut.
         arrange: yields the ways to place pipelines on the devices.
+        logical_replicas: the number of logical replicas, which the pipelines divide evenly; None:
+            one for each pipeline.
     """
 
     nb_part: Sequence[int] | None = None
@@ -197,6 +214,7 @@ class Choices:
     offload: Sequence[str] = OFFLOAD_MODES
     options: PipelineOptions | None = None
     arrange: Callable[[Hardware, int, int], Iterable[Arrangement]] = arrangements
+    logical_replicas: int | None = None
 
 
 def layouts(
@@ -205,22 +223,25 @@ def layouts(
     """Returns the layouts that use all devices and divide all batches evenly.
 
     The number of replicas divides the samples of a batch, and the number of micro-batches divides
-    a replica's samples. A node holds whole pipelines, or a pipeline covers whole nodes;
-    `engine=local` keeps a pipeline inside a node. Interleaved stages need groups of `nb_part`
-    micro-batches. Where a choice makes no difference (one device has no schedule, one replica no
-    shards), only its first value is used.
+    a replica's samples. The number of pipelines divides that of logical replicas. A node holds
+    whole pipelines, or a pipeline covers whole nodes; `engine=local` keeps a pipeline inside a
+    node. Interleaved stages need groups of `nb_part` micro-batches. Where a choice makes no
+    difference (one device has no schedule, one replica no shards), only its first value is used.
 
     Raises:
         ConfigError: no layout meets these conditions.
     """
     candidates = list(_all(hardware, work, layers, choices))
     if not candidates:
+        fixed = ""
+        if choices.logical_replicas is not None:
+            fixed = f"{setting('replicas', choices.logical_replicas)} and "
         raise ConfigError(
             f"no layout uses all {hardware.devices} devices for batches of {work.samples} samples "
-            f"and a model of {layers} layers: the number of replicas must divide the number of "
-            f"samples, and each stage needs at least one layer. Change {argument('batch_size')}, "
-            f"hardware.nodes=, or a fixed {argument('nb_part')}, {argument('chunks')} or "
-            f"{argument('engine')}"
+            f"and a model of {layers} layers: the number of replicas must divide {fixed}the number "
+            f"of samples, and each stage needs at least one layer. Change "
+            f"{argument('batch_size')}, hardware.nodes=, or a fixed {argument('nb_part')}, "
+            f"{argument('chunks')} or {argument('engine')}"
         )
     return candidates
 
@@ -234,9 +255,20 @@ def _all(
         whole_nodes = nb_part % in_node == 0 or in_node % nb_part == 0
         if remainder or nb_part > layers or not whole_nodes:
             continue
+        logical = choices.logical_replicas or replicas
+        owned, remainder = divmod(logical, replicas)
+        if remainder or not owned:
+            continue
         for arrangement in choices.arrange(hardware, nb_part, replicas):
-            placed = ParallelLayout(nb_part, replicas, arrangement=arrangement)
-            if placed.has_unequal_shares or work.samples % replicas == 0:
+            placed = ParallelLayout(
+                nb_part, replicas, arrangement=arrangement, owned_replicas=owned,
+                gradient_sums=most_waiting(range(owned), logical),
+            )  # fmt: skip
+            if placed.has_unequal_shares:
+                is_even = choices.logical_replicas is None  # whose samples are always even
+            else:
+                is_even = work.samples % logical == 0
+            if is_even:
                 yield from _placed(placed, hardware, work, layers, choices)
 
 
@@ -245,17 +277,18 @@ def _placed(
 ) -> Iterator[ParallelLayout]:
     """Yields the layouts with the devices of `placed`."""
     nb_part, replicas = placed.nb_part, placed.replicas
-    of_replica = min(placed.samples_by_replica(work))
+    of_replica = min(placed.samples_by_replica(work)) // placed.owned_replicas
     for engine in choices.engine if nb_part > 1 else choices.engine[:1]:
         if engine != "distributed" and nb_part > hardware.devices_per_node:
             continue
         for chunks in choices.chunks or _chunks(of_replica, placed.has_unequal_shares):
-            for schedule, v in _schedules(nb_part, chunks, layers, choices):
-                shape = nb_part, chunks, v
+            microbatches = chunks * placed.owned_replicas
+            for schedule, v in _schedules(nb_part, microbatches, layers, choices):
+                shape = nb_part, microbatches, v
                 offload = choices.offload[0]
                 if offload != "none" and not _offloads(schedule, shape, hardware.device):
                     continue
-                for recompute in _recompute_modes(chunks, choices):
+                for recompute in _recompute_modes(microbatches, choices):
                     for shard in choices.shard if replicas > 1 else ("none",):
                         yield replace(
                             placed, engine=engine, chunks=chunks, schedule=schedule,
@@ -275,7 +308,7 @@ def _chunks(of_replica: int, unequal: bool) -> list[int]:
 
 
 def _schedules(
-    nb_part: int, chunks: int, layers: int, choices: Choices
+    nb_part: int, microbatches: int, layers: int, choices: Choices
 ) -> Iterator[tuple[str, int]]:
     for schedule in choices.schedule if nb_part > 1 else choices.schedule[:1]:
         for v in choices.stages_per_device:
@@ -283,13 +316,13 @@ def _schedules(
                 continue
             if registered(schedule).stages_per_device not in (None, v):
                 continue
-            if v == 1 or registered(schedule).placement == "v" or chunks % nb_part == 0:
+            if v == 1 or registered(schedule).placement == "v" or microbatches % nb_part == 0:
                 yield schedule, v
 
 
-def _recompute_modes(chunks: int, choices: Choices) -> Sequence[str]:
+def _recompute_modes(microbatches: int, choices: Choices) -> Sequence[str]:
     """Returns the modes to try; with one micro-batch `except_last` is the same as `never`."""
-    same = chunks == 1 and "never" in choices.recompute
+    same = microbatches == 1 and "never" in choices.recompute
     moves_inputs = choices.offload[0] == "inputs"  # which only recomputed layers keep
     left_out = ["except_last"] * same + ["never"] * moves_inputs
     return [mode for mode in choices.recompute if mode not in left_out]
@@ -302,8 +335,9 @@ def moving_more(
 
     None as well if the rates of copies are unknown, or no activations would leave a device.
     """
-    shape = layout.nb_part, layout.chunks, layout.stages_per_device
-    if hardware.host_copies is None or not _offloads(layout.schedule, shape, hardware.device):
+    if hardware.host_copies is None:
+        return None
+    if not _offloads(layout.schedule, layout.shape, hardware.device):
         return None
     further = choices.offload[choices.offload.index(layout.offload) + 1 :]
     # only recomputed layers keep inputs

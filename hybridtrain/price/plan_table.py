@@ -181,6 +181,8 @@ class PricedPlans:
             reserved = f"{hardware.reserved_gib:g} GiB more for {counted(number, 'communicator')}"
             memory[-1] += f"; {reserved} and the CUDA context" * bool(hardware.reserved_gib)
         pipelines = f"{counted(layout.replicas, 'replica')} of {counted(layout.nb_part, 'device')}"
+        if layout.owned_replicas > 1:
+            pipelines += f", each with {layout.owned_replicas} logical replicas"
         batches = counted(layout.chunks, "micro-batch", "es")
         lines = [
             ("spread", f"{pipelines}, {batches} of {counted(layout.samples(work), 'sample')}"),
@@ -240,7 +242,7 @@ class PricedPlans:
                     zip(price.in_flight, bounds, strict=True)
                 )
             ],
-            actions=actions_as_text(self._order(layout, layout.chunks)),
+            actions=actions_as_text(self._order(layout, layout.microbatches)),
         )
 
     def _order(self, layout: ParallelLayout, chunks: int) -> Schedule:

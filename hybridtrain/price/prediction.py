@@ -110,7 +110,7 @@ def predict_step(
         times = stage_times(table, hardware, work, layout, counts)
         busy_ms = [0.0] * (max(gpus) + 1)
         for gpu, device_ms in zip(gpus, layout.by_device(times.device), strict=True):
-            busy_ms[gpu] += device_ms * layout.chunks * work.accumulate
+            busy_ms[gpu] += device_ms * layout.microbatches * work.accumulate
         step_ms += max(0.0, max(busy_ms) - priced.pipeline_ms)
         bubble = None
     host_bound = priced.binds.startswith("host")

@@ -137,7 +137,7 @@ def price(
     busy = max(by_device)
     compute = busy
     if hardware.device != "cpu":  # a CPU computes what its host time calls
-        compute = min(busy, max(layout.by_device(times.device)) * layout.chunks)
+        compute = min(busy, max(layout.by_device(times.device)) * layout.microbatches)
     data = work.data_ms_per_sample * work.samples * work.accumulate / layout.replicas
     step = max(pipeline + reduce + optimizer, data)
     memory = device_memory(table, hardware, work, layout, counts)
@@ -167,7 +167,7 @@ def price(
         pipeline_ms=pipeline,
         compute_ms=parts["compute"],
         host_ms=parts["host"],
-        recompute_ms=max(layout.by_device(times.recompute)) * layout.chunks * work.accumulate,
+        recompute_ms=max(layout.by_device(times.recompute)) * layout.microbatches * work.accumulate,
         transfer_ms=parts["transfers"],
         copies_ms=parts["copies"],
         reduce_ms=reduce,
@@ -198,8 +198,7 @@ class SimulatedStep:
 
 def simulated_step(layout: ParallelLayout, durations: Durations) -> SimulatedStep:
     """Simulates a batch with the schedule of `layout`."""
-    shape = layout.nb_part, layout.chunks, layout.stages_per_device
-    return _simulated(layout.schedule, *shape, durations)
+    return _simulated(layout.schedule, *layout.shape, durations)
 
 
 @lru_cache(maxsize=1024)
@@ -286,7 +285,7 @@ def _exchange_ms(
 def _batch_ms(layout: ParallelLayout, times: StageTimes, simulated: SimulatedStep) -> list[float]:
     """Returns the milliseconds that each stage computes for a batch."""
     return [
-        whole_ms * layout.chunks + (split_ms - backward_ms) * split_count
+        whole_ms * layout.microbatches + (split_ms - backward_ms) * split_count
         for whole_ms, split_ms, backward_ms, split_count in zip(
             times.whole, times.in_parts, times.backward, simulated.divided, strict=True
         )

@@ -175,8 +175,7 @@ def has_table(layout: ParallelLayout) -> bool:
     Raises:
         ScheduleError: no engine can execute the table.
     """
-    shape = layout.nb_part, layout.chunks, layout.stages_per_device
-    return _builds(registered(layout.schedule), *shape)
+    return _builds(registered(layout.schedule), *layout.shape)
 
 
 @lru_cache(maxsize=4096)
@@ -216,9 +215,8 @@ def offloaded_bytes(
     if layout.offload == "none":
         return [0] * layout.nb_part
     stages = table.stages_at(layout.samples(work), counts)
-    shape = layout.nb_part, layout.chunks, layout.stages_per_device
-    schedule = registered(layout.schedule).build(*shape)
-    whole = whole_stages(layout.recompute, layout.chunks)
+    schedule = registered(layout.schedule).build(*layout.shape)
+    whole = whole_stages(layout.recompute, layout.microbatches)
     moved = [0] * layout.nb_part
     for copies in offload_copies(schedule, offloading_on(hardware.device)).values():
         if copies.away is not None:
@@ -239,7 +237,7 @@ def _moments_of(
     """
     return _moments(
         registered(layout.schedule),
-        *(layout.nb_part, layout.chunks, layout.stages_per_device),
+        *layout.shape,
         layout.recompute,
         layout.splits_backwards,
         None if layout.offload == "none" else copies,

@@ -168,6 +168,18 @@ def test_the_memory_of_a_process_with_several_logical_replicas_is_predicted(tmp_
     assert all(two > one for one, two in zip(found[1][1], found[2][1], strict=True))
 
 
+def test_auto_prices_logical_replicas_as_the_run_that_it_chooses_is_predicted(tmp_path, capfd):
+    keys = [key for key in SMALL if "chunks" not in key]
+    keys += ["pipeline.nb_part=2", "trainer.steps=1", "world.replicas=2"]
+    keys += ["hardware=h100", "hardware.device=cpu", "pipeline.schedule=auto"]
+    keys += ["world.engine=local", "pipeline.split=uniform"]
+    said = succeed(capfd, "train", *keys)
+    (chosen,) = [line for line in said.splitlines() if "predicted from estimated costs" in line]
+    step_ms = float(chosen.partition(" ms per step")[0].rpartition(" ")[2])
+    summary = json.loads((tmp_path / "outputs/digits/summary.json").read_text())
+    assert summary["predicted"]["step_ms"] == pytest.approx(step_ms, rel=0.05)
+
+
 def summary_of(peaks, nb_part, device_memory):
     return {
         "step_ms": {"p50": 13.0},

@@ -1,5 +1,6 @@
 """What a config may name without `allow_targets`, all of it called with hostile values."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 from support import hostile_config
 from support.launch import environment
+
+from hybridtrain.cli.config.targets import resolve
+
+PACKAGES = ("bitsandbytes", "kernels")
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +63,31 @@ def test_a_config_may_name_the_usual_models_optimizers_losses_and_metrics(tried:
     }
     for key, paths in wanted.items():
         assert set(paths) - set(tried["called"][key]) == set(), key
+
+
+def test_an_optimizer_of_bitsandbytes_is_imported_without_a_download_of_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "kernels.py": "",
+        "bitsandbytes/__init__.py": "",
+        "bitsandbytes/optim.py": (
+            "import torch\n"
+            "try:\n    import kernels\nexcept ImportError:\n    kernels = None\n"
+            "class AdamW8bit(torch.optim.AdamW): pass\n"
+        ),
+    }
+    for name, text in files.items():
+        path = tmp_path / "site" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        optimizer = resolve("optim", "bitsandbytes.optim.AdamW8bit")
+        assert sys.modules[optimizer.__module__].kernels is None
+        assert importlib.import_module("kernels").__file__ == str(tmp_path / "site/kernels.py")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+            del sys.modules[name]

@@ -70,13 +70,14 @@ CHAT = (
 )
 
 
-def write_llama(folder: Path, layers: int = 3) -> None:
+def write_llama(folder: Path, layers: int = 3, **changes: int) -> None:
     """Writes a Llama with random weights, and a tokenizer with a chat template."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     config = LlamaConfig(
-        vocab_size=_write_chat_tokenizer(folder), hidden_size=32, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        **{"vocab_size": _write_chat_tokenizer(folder), **sizes, **changes},
+        num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -213,8 +213,9 @@ def _picture(plans: PricedPlans, choices: Choices) -> Image.Image:
     numbers = {1, 2, 4, 8, *(2**k for k in range(hardware.nodes.bit_length())), hardware.nodes}
     points = [_with_nodes(plans, choices, nodes) for nodes in sorted(numbers)[-_MOST_BARS:]]
     # the timeline shows a few groups of `nb_part` micro-batches
-    chunks = min(layout.chunks, max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part)
-    part = f"{chunks} of {layout.chunks} micro-batches" if chunks < layout.chunks else "a batch"
+    most = layout.microbatches
+    chunks = min(most, max(1, _MOST_SHOWN // layout.nb_part) * layout.nb_part)
+    part = f"{chunks} of {most} micro-batches" if chunks < most else "a batch"
     return draw_plan(
         f"{plans.table.model} on {hardware.nodes} x {hardware.devices_per_node} devices, "
         f"{plans.work.samples * plans.work.accumulate} samples per step, "
@@ -283,7 +284,12 @@ def _fixed(settings: Settings) -> Choices:
         )
     if (offload := settings.config.pipeline.offload) != "none":  # also that of a recipe
         values["offload"] = [offload]
-    return replace(Choices(), **values, arrange=partial(_arrange, settings.config))
+    return replace(
+        Choices(),
+        **values,
+        arrange=partial(_arrange, settings.config),
+        logical_replicas=settings.config.world.replicas,
+    )
 
 
 def _arrange(

@@ -13,10 +13,12 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType, NoneType
 from typing import Any, TypeVar, cast
 
+from hybridtrain._base.kernel_downloads import without_kernel_downloads
 from hybridtrain.cli.config.keys import unknown_key
 from hybridtrain.errors import ConfigError, UserError, closest, naming
 
@@ -374,7 +376,8 @@ def _imported(where: str, path: str) -> tuple[ModuleType, list[str]]:
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
         try:
-            return importlib.import_module(name), parts[cut:]
+            with without_kernel_downloads() if parts[0] == "bitsandbytes" else nullcontext():
+                return importlib.import_module(name), parts[cut:]
         except ModuleNotFoundError as error:
             if error.name is None or not name.startswith(error.name):
                 raise ConfigError(f"{where} cannot be imported: {error}") from error

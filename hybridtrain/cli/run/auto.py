@@ -288,10 +288,12 @@ def _choose(
     for nb_part in sizes:
         replicas = world.size // nb_part if distributed else world.size
         size, shares = config.data["batch_size"], world.replica_shares
-        share = -(-size // replicas)
+        # each pipeline is priced with as many as the one with the most
+        logical = -(-(world.fixed_replicas or replicas) // replicas) * replicas
+        share = -(-size // logical)
         tensors = options.optimizer_tensors_per_param
         work = StepWork(
-            size if shares else share * replicas, config.trainer.accumulate, tensors, run.load_ms
+            size if shares else share * logical, config.trainer.accumulate, tensors, run.load_ms
         )
         hardware = hardware_of_run(config, device, nb_part * replicas)
         # CPU stages of a process share its threads
@@ -306,6 +308,7 @@ def _choose(
             choices = replace(
                 _choices(keys, nb_part, share, config, options),
                 arrange=lambda *_, placed=placed: [placed],
+                logical_replicas=None if shares else logical,
             )
             searched[nb_part] = table, hardware, work, choices
             priced += find_layouts(*searched[nb_part])

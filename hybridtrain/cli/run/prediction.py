@@ -94,13 +94,14 @@ def predict_step_of_run(
         nb_part=world.nb_part,
         replicas=world.data_parallel_size,
         engine=world.engine,
-        chunks=len(sizes) * len(world.owned_replicas),
+        chunks=len(sizes),
         schedule=options.schedule,
         stages_per_device=options.stages_per_device,
         recompute=priced_mode(options.recompute),
         shard=options.shard if world.data_parallel_size > 1 else "none",
         arrangement=arrangement_of_run(hardware, world),
         offload=options.offload,
+        owned_replicas=len(world.owned_replicas),
         gradient_sums=most_waiting(world.owned_replicas, world.logical_replicas),
     )
     names = [layer.name for layer in planned.layers]

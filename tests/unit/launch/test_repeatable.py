@@ -167,6 +167,10 @@ def test_the_facts_of_a_gpu_have_its_model_libraries_and_settings(monkeypatch):
             assert repeatable.facts_of_bits(torch.device("cuda", 0)) != facts, name
         finally:
             setattr(matmul, name, before)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+        changed = repeatable.facts_of_bits(torch.device("cuda", 0))
+    assert changed == {**facts, "the implementation of FlashAttention": "FA3"}
     assert repeatable.facts_of_bits(torch.device("cuda", 0)) == facts
 
 

@@ -184,7 +184,9 @@ def test_the_share_of_the_weights_that_is_not_quantized_is_one_line(caplog):
     experts = {"num_local_experts": 4, "num_hidden_layers": 2}
     net = with_values(quantize(causal_lm("Mixtral", **experts)))
     inputs = padded([Texts()[i] for i in range(4)])
-    HybridModel(net, cpu_world(2), chunks=2, example_inputs=inputs)
+    model = HybridModel(net, cpu_world(2), chunks=2, example_inputs=inputs)
+    weights = sum(size.weights for size in layer_sizes(model.planned.layers))
+    assert weights == sum(tensor.nbytes for tensor in [*net.parameters(), *net.buffers()])
     # of each layer 4 x 3 x 32 x 48 in experts, 3,072 in linear layers; 2 x 50 x 32 in all
     (line,) = [text for text in caplog.messages if text.startswith("quantize=")]
     assert "quantize=nf4: 8 layers; 87% of the bytes of the frozen weights" in line

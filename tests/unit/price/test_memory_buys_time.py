@@ -12,6 +12,7 @@ from support.cases import examples
 from support.schedules import BUILT_IN
 
 from hybridtrain._base.hardware import Hardware
+from hybridtrain.errors import ConfigError
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, LayerSize, given_costs, whole_stages
 from hybridtrain.price import (
@@ -215,6 +216,23 @@ def test_a_machine_with_unknown_rates_of_copies_offloads_nothing_and_one_line_sa
     ample = machine(10)
     found = find_layouts(table_of(), ample, StepWork(8), _known(ample)[-1])
     assert offload_in_words(found, *_known(ample)) is None
+
+
+def test_logical_replicas_of_a_pipeline_are_priced_as_one_schedule_of_their_micro_batches():
+    choices = replace(_known(CPU)[-1], logical_replicas=4)
+    hardware, work = replace(machine(), devices_per_node=4), StepWork(32)
+    for one in find_layouts(table_of(), hardware, work, choices):
+        layout = one.layout
+        assert layout.owned_replicas == 2
+        assert 32 // 4 % layout.chunks == 0
+        together = replace(layout, chunks=2 * layout.chunks, owned_replicas=1)
+        same = price(table_of(), hardware, work, together, one.counts)
+        assert (one.step_ms, one.memory) == (same.step_ms, same.memory)
+        # the gradients of the first replica wait for those of the second
+        trained = sum(memory.weights for memory in one.memory)
+        assert sum(memory.gradients for memory in one.memory) == 2 * trained
+    with pytest.raises(ConfigError, match="must divide replicas=3 and the number of samples"):
+        find_layouts(table_of(), hardware, StepWork(24), replace(choices, logical_replicas=3))
 
 
 def test_less_memory_is_paid_for_with_time_and_never_refunded():
