@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._base.precision import ThreadState
+from hybridtrain._base.torch_private import without_torch_function
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, setting
 from hybridtrain.head import LazyLogits, without_graph, without_lazy
@@ -38,7 +39,7 @@ from hybridtrain.loss import zero_of
 from hybridtrain.piped.attach import Gate, Late, attached
 from hybridtrain.piped.calls import Call
 from hybridtrain.piped.joining import Join, joined
-from hybridtrain.pipeline import HeadOutput, HeldGraphs, StepKind
+from hybridtrain.pipeline import HeadOutput, HeldGraphs, StepKind, own_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,6 +117,8 @@ class Step:
         self._weights: list[list[float] | None] | None = None
         if kind.join is not None:
             self._weights = kind.join.weights(self._parts, call.sizes)
+        self._is_lazy = bool(model.planned.head.names)
+        self._parameters = list(model.parameters())
         self._state = ThreadState.capture()
         self._number = model.rng.step
         self._spec: TreeSpec | None = None
@@ -149,11 +152,12 @@ class Step:
 
     def _run_forwards(self) -> tuple[list[Late], HeldGraphs, list[list[Any]]]:
         late = [Late() for _ in self._parts]
+        one = torch.ones(())
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             leaves = without_lazy(self._leaves_of(microbatch, output))
             root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
-            return HeadOutput(list(map(_detached, leaves)), root, torch.ones_like(root))
+            return HeadOutput(self._detached(leaves), root, one)
 
         columns, held = self._model.run_forwards(self._parts, head, self._of_step)
         return late, held, columns
@@ -191,10 +195,12 @@ class Step:
         def head(microbatch: int, output: Any) -> HeadOutput:
             leaves = self._leaves_of(microbatch, output)
             root = leaves[loss]
-            gradient = torch.full_like(root, weights[microbatch] * factor if root.dim() == 0 else 1)
-            return HeadOutput(Kept(list(map(_detached, leaves))), root, gradient)
+            with without_torch_function():  # the engine's mode need not see this
+                weight = weights[microbatch] * factor if root.dim() == 0 else 1
+                gradient = torch.full_like(root, weight)
+            return HeadOutput(Kept(self._detached(leaves)), root, gradient)
 
-        with own_gradients(self._model) as gradients:
+        with own_gradients(self._parameters) as gradients:
             kept = self._model.run_microbatches(
                 self._parts, head, trains=True, sync=False, kind=self._of_step
             )
@@ -214,8 +220,7 @@ class Step:
                 late, held, _ = self._run_forwards()
             return self._run_backwards(arrived, late, held)
         factor = float(arrived[loss])
-        parameters = self._model.parameters()
-        add(list(parameters), gradients, 1.0 if factor == used else factor / used)
+        add(self._parameters, gradients, 1.0 if factor == used else factor / used)
         self._finish()
         return []
 
@@ -236,9 +241,11 @@ class Step:
 
     def _leaves_of(self, microbatch: int, output: Any) -> list[Any]:
         """Returns the leaves of a micro-batch's output; those that count nothing become zero."""
-        leaves_of(output)
+        if self._spec is None:
+            leaves_of(output)  # registers dataclasses
         leaves, spec = tree_flatten(output)
-        places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.requires_grad]
+        with without_torch_function():
+            places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.requires_grad]
         if self._spec is None:
             self._spec, self._places = spec, places
         if spec != self._spec or places != self._places:
@@ -252,15 +259,22 @@ class Step:
                 leaves[place] = zero_of(output)  # the mean over no items would be NaN
         return leaves
 
+    def _detached(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the leaves of an output without their graph, on the device of the last stage."""
+        if self._is_lazy:
+            leaves = without_graph(leaves)
+            return [leaf if isinstance(leaf, LazyLogits) else _detached(leaf) for leaf in leaves]
+        with without_torch_function():
+            return list(map(_detached, own_values(leaves)))
+
 
 @contextmanager
-def own_gradients(model: HybridModel) -> Iterator[list[Tensor | None]]:
+def own_gradients(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Lets the backward in the block begin without gradients; then restores those from before.
 
     Yields:
         a list that holds the gradients of the parameters after the block.
     """
-    parameters = list(model.parameters())
     before = [parameter.grad for parameter in parameters]
     gradients: list[Tensor | None] = []
     for parameter in parameters:
@@ -294,7 +308,7 @@ def gradient_of_number(model: HybridModel, inputs: Any, number: int) -> Tensor |
             return HeadOutput(None, zero_of(output), torch.ones(()))
         return HeadOutput(leaf.detach(), leaf, torch.ones_like(leaf))
 
-    with own_gradients(model) as gradients:
+    with own_gradients(list(model.parameters())) as gradients:
         (value,), held = model.run_forwards([inputs], head)
         model.run_backwards(held)
     if value is None:
@@ -311,22 +325,16 @@ class Kept:
 
     A pipeline looks for them in what its head returns, but not inside this.
 
-    Args:
-        output: the output.
-
     Attributes:
-        output: the same, without a graph of the logits.
+        output: the output, without a graph of the logits.
     """
 
     def __init__(self, output: Any) -> None:
-        leaves_of(output)  # registers dataclasses
-        self.output = without_graph(output)
+        self.output = output
 
 
 def _detached(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or isinstance(leaf, LazyLogits):
-        return leaf
-    return leaf.detach()
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 @torch.no_grad()
