@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -137,8 +136,6 @@ class Runner:
         model = self._pipeline(call, trains=wants_gradients)
         key = call.kind, net.training, wants_gradients, getattr(forward, "__func__", forward)
         kind = self._kinds.setdefault(key, Kind(self.options.schedule))
-        if wants_gradients:
-            refuse_hooks(model)
         if learns and call.samples == 1 < self.options.chunks and not self._says_one_row:
             self._says_one_row = True
             log.warning(_ONE_ROW, type(net).__name__)
@@ -241,26 +238,6 @@ def _is_in_fp16(world: World) -> bool:
     """Returns whether a scaler may multiply the loss by a number that its first backward needs."""
     kind = world.devices[0].type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-
-
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-
-
-def refuse_hooks(model: HybridModel) -> None:
-    """Refuses hooks that run once a gradient is complete, such as those of layerwise optimizers.
-
-    Raises:
-        ConfigError: a parameter has such a hook; each micro-batch adds to the gradient.
-    """
-    if not any(map(_HOOKS, model.parameters())):  # most often
-        return
-    for name, parameter in model.named_parameters():
-        if _HOOKS(parameter):
-            raise ConfigError(
-                f"{name} has a hook that runs when its gradient is complete "
-                "(register_post_accumulate_grad_hook), and would run it for each micro-batch: use "
-                "an optimizer that steps after the backward (not a layerwise one)"
-            )
 
 
 def refuse_wrapped() -> None:

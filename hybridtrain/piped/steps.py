@@ -10,7 +10,7 @@ The loss attached: the whole schedule runs in the call, with the factor that the
 by in the last backward, and the backward adds the gradients to `parameter.grad`.
 
     model(x)         F0 F1 B0 F2 B1 F3 B2 B3
-    loss.backward()                             add
+    loss.backward()                             returns them
 
 A gradient scaler's factor is in the backward from its start, so gradients in half precision do not
 underflow. Another factor multiplies the gradients. If another output gets a gradient after all, the
@@ -31,7 +31,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._base.precision import ThreadState
-from hybridtrain._base.torch_private import without_torch_function
+from hybridtrain._base.torch_private import (
+    at_end_of_backward,
+    is_accumulated,
+    without_gradient_hooks,
+    without_torch_function,
+)
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, setting
 from hybridtrain.head import LazyLogits, without_graph, without_lazy
@@ -100,7 +105,8 @@ class Step:
         call: the call.
         kind: what is known about its kind.
         of_step: its kind as a step.
-        finish: called after its backward, such as to average the gradients over the replicas.
+        finish: called at the end of a backward that adds to the gradients of parameters, such as to
+            average them over the replicas.
     """
 
     def __init__(
@@ -118,7 +124,7 @@ class Step:
         if kind.join is not None:
             self._weights = kind.join.weights(self._parts, call.sizes)
         self._is_lazy = bool(model.planned.head.names)
-        self._parameters = list(model.parameters())
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._state = ThreadState.capture()
         self._number = model.rng.step
         self._spec: TreeSpec | None = None
@@ -144,7 +150,8 @@ class Step:
         assert self._spec is not None
         leaves = joined(self._spec, columns, self._weights or [None] * len(columns[0]))
         outputs = {place: leaves[place] for place in self._places}
-        for place, output in attached(outputs, backward, self._call.entering).items():
+        entering = [*self._call.entering, *self._parameters]
+        for place, output in attached(outputs, backward, entering).items():
             leaves[place] = output
         return tree_unflatten(leaves, self._spec)
 
@@ -156,8 +163,10 @@ class Step:
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             leaves = without_lazy(self._leaves_of(microbatch, output))
-            root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
-            return HeadOutput(self._detached(leaves), root, one)
+            with without_torch_function():  # the engine's mode need not see this
+                leaves = own_values(leaves)
+                root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
+                return HeadOutput(list(map(_detached, leaves)), root, one)
 
         columns, held = self._model.run_forwards(self._parts, head, self._of_step)
         return late, held, columns
@@ -168,9 +177,14 @@ class Step:
         for place in self._places:
             for of_part, gradient in zip(late, self._cut(place, arrived.get(place)), strict=True):
                 of_part.gradients.append(gradient)
-        self._model.run_backwards(held)
-        self._finish()
-        return self._call.joined_gradients(self._leaves)
+        with own_gradients(self._parameters) as gradients:
+            self._model.run_backwards(held)
+        self._finish_later()
+        return [*self._call.joined_gradients(self._leaves), *gradients]
+
+    def _finish_later(self) -> None:
+        if any(map(is_accumulated, self._parameters)):
+            at_end_of_backward(self._finish)
 
     def _cut(self, place: int, gradient: Tensor | None) -> Sequence[Tensor | None]:
         """Returns the gradient of an output in each micro-batch."""
@@ -195,7 +209,7 @@ class Step:
         def head(microbatch: int, output: Any) -> HeadOutput:
             leaves = self._leaves_of(microbatch, output)
             root = leaves[loss]
-            with without_torch_function():  # the engine's mode need not see this
+            with without_torch_function():
                 weight = weights[microbatch] * factor if root.dim() == 0 else 1
                 gradient = torch.full_like(root, weight)
             return HeadOutput(Kept(self._detached(leaves)), root, gradient)
@@ -220,9 +234,10 @@ class Step:
                 late, held, _ = self._run_forwards()
             return self._run_backwards(arrived, late, held)
         factor = float(arrived[loss])
-        add(self._parameters, gradients, 1.0 if factor == used else factor / used)
-        self._finish()
-        return []
+        if factor != used and (found := [g for g in gradients if g is not None]):
+            torch._foreach_mul_(found, factor / used)
+        self._finish_later()
+        return gradients
 
     @contextmanager
     def _again(self) -> Iterator[None]:
@@ -272,6 +287,8 @@ class Step:
 def own_gradients(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Lets the backward in the block begin without gradients; then restores those from before.
 
+    Hooks of parameters are left out: the gradient of the batch runs them, once.
+
     Yields:
         a list that holds the gradients of the parameters after the block.
     """
@@ -280,7 +297,8 @@ def own_gradients(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]
     for parameter in parameters:
         parameter.grad = None
     try:
-        yield gradients
+        with without_gradient_hooks(parameters):
+            yield gradients
         gradients += [parameter.grad for parameter in parameters]
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -335,16 +353,3 @@ class Kept:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-@torch.no_grad()
-def add(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: float) -> None:
-    """Adds `factor` times gradients, which are not used again, to those of parameters."""
-    pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    if factor != 1 and pairs:
-        torch._foreach_mul_([g for _, g in pairs], factor)
-    for parameter, gradient in pairs:
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)

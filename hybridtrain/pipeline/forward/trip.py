@@ -141,7 +141,7 @@ class Trip(StageValues):
             self._enter_stage(0, self.microbatch)
             args, kwargs = inputs()
             if self._last:
-                self.note_own(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+                self.note_own(*args, *kwargs.values())
                 self._starts.append(next_node_number())
             self.is_in_forward = True
             with context:

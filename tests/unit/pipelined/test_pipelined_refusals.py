@@ -153,13 +153,6 @@ def test_a_mean_that_the_arguments_do_not_count():
         pipe(Masked())(torch.randn(8, 6), mask)
 
 
-def test_a_hook_that_waits_for_the_whole_gradient():
-    model = pipe()
-    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(ConfigError, match=r"0\.weight has a hook"):
-        model(torch.randn(8, 6))
-
-
 def test_plugins_of_accelerate_that_take_a_model_apart():
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)

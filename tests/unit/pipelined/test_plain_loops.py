@@ -203,6 +203,26 @@ def test_gradients_that_are_cleared_between_forward_and_backward():
     assert_trains_alike(WithLoss, backward)
 
 
+@pytest.mark.parametrize("backward", [inside, outside])
+def test_hooks_of_parameters_get_the_gradient_of_the_batch(backward):
+    """One that changes it by no linear function, and one that waits for the whole gradient."""
+
+    def make():
+        net = WithLoss() if backward is inside else mlp()
+        first, *_, last = net.parameters()
+        first.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        optimizer = torch.optim.SGD([last], lr=0.5)
+
+        def step(parameter):
+            optimizer.step()
+            parameter.grad = None
+
+        last.register_post_accumulate_grad_hook(step)
+        return net
+
+    assert_trains_alike(make, backward)
+
+
 def test_a_gradient_scaler():
     def backward(net, x, labels, step):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
