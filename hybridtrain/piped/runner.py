@@ -139,12 +139,12 @@ class Runner:
         if learns and call.samples == 1 < self.options.chunks and not self._says_one_row:
             self._says_one_row = True
             log.warning(_ONE_ROW, type(net).__name__)
-        of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if kind.join is None and len(call.sizes) > 1:
             kind.join, numbers = self._proved(model, call, wants_gradients)
             if model.planned.head.names and len(numbers) == 1 and not _is_in_fp16(self.world):
                 # or the first step would have the logits; if it is wrong, the forwards run again
                 kind.loss = numbers[0]
+        of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if not wants_gradients:
             return self._evaluate(model, call, kind, of_step)
         self.replicas.begin_step()

@@ -203,6 +203,36 @@ def test_gradients_that_are_cleared_between_forward_and_backward():
     assert_trains_alike(WithLoss, backward)
 
 
+def test_gradients_of_inputs_alone_are_not_added_to_those_of_parameters():
+    """Adversarial training."""
+
+    def backward(net, x, labels, step):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(net(x), labels), x)
+        loss = F.cross_entropy(net((x + 0.1 * gradient.sign()).detach()), labels)
+        loss.backward()
+        return loss
+
+    assert_trains_alike(mlp, backward)
+
+
+@pytest.mark.parametrize("form", [inside, outside])
+def test_gradients_of_some_parameters_alone(form):
+    def backward(net, x, labels, step):
+        parameters = list(net.parameters())
+        loss = net(x, labels=labels)["loss"] if form is inside else F.cross_entropy(net(x), labels)
+        if step % 2:
+            loss.backward(inputs=parameters[1:3])
+        else:
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
+                parameter.grad = gradient
+        return loss
+
+    assert_trains_alike(WithLoss if form is inside else mlp, backward)
+
+
 @pytest.mark.parametrize("backward", [inside, outside])
 def test_hooks_of_parameters_get_the_gradient_of_the_batch(backward):
     """One that changes it by no linear function, and one that waits for the whole gradient."""
