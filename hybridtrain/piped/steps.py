@@ -252,7 +252,9 @@ class Step:
             model.rng.step = latest
             with torch.no_grad():
                 for buffer, value in buffers:
-                    buffer.copy_(value)
+                    # the backward needs those that have not changed, such as indices of positions
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
 
     def _leaves_of(self, microbatch: int, output: Any) -> list[Any]:
         """Returns the leaves of a micro-batch's output; those that count nothing become zero."""

@@ -124,6 +124,17 @@ def test_another_factor_in_each_step():
 
 
 def test_an_output_that_gets_a_gradient_later():
+    class Placed(WithLoss):
+        """The backward needs its buffer."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("places", torch.arange(6))
+            self.shift = nn.Embedding(6, 1)
+
+        def forward(self, x, labels=None):
+            return super().forward(x + self.shift(self.places).T, labels)
+
     def backward(net, x, labels, step):
         output = net(x, labels=labels)
         loss = output["loss"]
@@ -132,7 +143,7 @@ def test_an_output_that_gets_a_gradient_later():
         loss.backward()
         return loss
 
-    assert_trains_alike(WithLoss, backward, steps=6)
+    assert_trains_alike(Placed, backward, steps=6)
 
 
 def test_the_log_says_which_form_runs(caplog):
