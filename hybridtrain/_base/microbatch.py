@@ -279,11 +279,11 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     if batch and is_flat(batch):
         if len(sizes) == 1:
             return [batch]
-        columns = [
+        values: list[list[Any]] = [
             cut(value, sizes) if type(value) is Tensor and value.dim() else [value] * len(sizes)
             for value in batch.values()
         ]
-        return [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
+        return [dict(zip(batch, part, strict=True)) for part in zip(*values, strict=True)]
     batch = as_containers(batch)
     if len(sizes) == 1:
         return [uncut(batch)]

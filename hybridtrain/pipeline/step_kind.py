@@ -73,8 +73,9 @@ class StepKinds:
         if type(inputs) is Tensor:  # most often
             exact = inputs.shape, inputs.dtype, inputs.requires_grad, around
         else:
+            structure: Hashable
             if is_flat(inputs):
-                leaves, structure = inputs.values(), tuple(inputs)
+                leaves, structure = list(inputs.values()), tuple(inputs)
             else:
                 leaves, structure = tree_flatten(inputs)
             shapes = [
