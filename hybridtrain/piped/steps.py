@@ -150,6 +150,8 @@ class Step:
         assert self._spec is not None
         leaves = joined(self._spec, columns, self._weights or [None] * len(columns[0]))
         outputs = {place: leaves[place] for place in self._places}
+        if not outputs:
+            return tree_unflatten(leaves, self._spec)
         entering = [*self._call.entering, *self._parameters]
         for place, output in attached(outputs, backward, entering).items():
             leaves[place] = output
@@ -165,7 +167,9 @@ class Step:
             leaves = without_lazy(self._leaves_of(microbatch, output))
             with without_torch_function():  # the engine's mode need not see this
                 leaves = own_values(leaves)
-                root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
+                root = torch.zeros((), requires_grad=True)  # where no output has a gradient
+                if self._places:
+                    root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
                 return HeadOutput(list(map(_detached, leaves)), root, one)
 
         columns, held = self._model.run_forwards(self._parts, head, self._of_step)

@@ -356,6 +356,19 @@ def test_running_statistics_are_updated_once_in_a_step_that_runs_again():
     torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
 
 
+def test_an_output_without_a_gradient_in_training():
+    class Classes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            return self.body(x).argmax(-1)
+
+    (x, _), *_ = batches(1)
+    assert torch.equal(pipelined(Classes(), nb_part=2, chunks=4)(x), Classes()(x))
+
+
 def test_a_model_outside_of_training_is_pipelined_without_gradients():
     plain, (x, labels) = WithLoss(), next(batches(1, ignored=True))
     net = pipelined(copy.deepcopy(plain), nb_part=2, chunks=4)
