@@ -503,8 +503,15 @@ class HybridModel:
         if world.is_main and (plain_weights := describe_plain_weights(net)):
             log.info("%s", plain_weights)
 
-    def _follow_changes(self, trains: bool) -> None:
-        """Follows changes of `requires_grad` in `net`; refuses other changes."""
+    def follow_changes(self, trains: bool) -> None:
+        """Follows changes of `requires_grad` in `net`; each step does it, see `check_batch`.
+
+        Args:
+            trains: whether a backward follows.
+
+        Raises:
+            ConfigError: modules or parameters were replaced, converted or moved.
+        """
         names = self.pipeline.frozen_or_freed()
         # frozen parameters do not change a forward, which one replica may run alone
         if names and trains:
@@ -586,7 +593,7 @@ class HybridModel:
         targets = leaves_without_graph("targets", targets)
         if not self.is_split:
             self.split_for(first_share(inputs))
-        self._follow_changes(trains=True)
+        self.follow_changes(trains=True)
         loss = self._compared_loss(loss_fn)
         if sync and not self._settings_check.is_done:  # the same number on all ranks
             self._settings_check.begin_step(self.pipeline)
@@ -792,7 +799,7 @@ class HybridModel:
         """
         inputs, targets = as_containers(inputs), as_containers(targets)
         self.split_for(first_share(inputs))
-        self._follow_changes(trains=False)
+        self.follow_changes(trains=False)
         self._batch_check.begin(inputs, targets)
         cut = self._cut(inputs, targets)
         kind = self._checked_kind(
@@ -828,16 +835,18 @@ class HybridModel:
                 to `parameter.grad`. If False, the caller disables gradients.
             sync: as in `train_step`.
             compared: further values that must be equal in all processes of a pipeline.
-            kind: what `check_batch` has returned, if it was called.
+            kind: what `check_batch` has returned, if it was called; the caller has then called
+                `follow_changes` as well.
 
         Returns:
             the values returned by `head`, by micro-batch; an empty list in a process without the
             last stage.
         """
         self.split_for(Microbatch(inputs[0]))
-        self._follow_changes(trains)
+        if kind is None:
+            self.follow_changes(trains)
+            kind = self.pipeline.kinds.of_parts(inputs, trains)
         self._batch_check.begin(inputs, compared)
-        kind = kind or self.pipeline.kinds.of_parts(inputs, trains)
         if trains:
             check_grad_mode()
             schedule = self.schedule(len(inputs))
@@ -873,9 +882,10 @@ class HybridModel:
         """
         check_grad_mode()
         self.split_for(Microbatch(inputs[0]))
-        self._follow_changes(trains=True)
+        if kind is None:
+            self.follow_changes(trains=True)
+            kind = self.pipeline.kinds.of_parts(inputs, trains=True)
         schedule = self._forward_schedule(len(inputs))
-        kind = kind or self.pipeline.kinds.of_parts(inputs, trains=True)
         with torch.enable_grad(), self.autocast():
             return self.pipeline.run_forwards(schedule, inputs.__getitem__, head, kind)
 
@@ -902,7 +912,8 @@ class HybridModel:
         Raises:
             NotExactError: the pipeline computes something else than plain PyTorch.
         """
-        self.split_for(Microbatch(split(inputs, sizes)[0]))
+        if not self.is_split:
+            self.split_for(Microbatch(split(inputs, sizes)[0]))
         return self._checked_kind(inputs, sizes, len(sizes), trains)
 
     def verify(

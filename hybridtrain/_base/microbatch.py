@@ -30,6 +30,7 @@ from hybridtrain._base.values import (
     find_unknown,
     is_array,
     is_constant,
+    is_flat,
     leaves_of,
     named_leaves,
     same_constant,
@@ -275,6 +276,14 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
         return [Unread(size) for size in sizes]
     if batch is None:
         return [None] * len(sizes)
+    if batch and is_flat(batch):
+        if len(sizes) == 1:
+            return [batch]
+        values: list[list[Any]] = [
+            cut(value, sizes) if type(value) is Tensor and value.dim() else [value] * len(sizes)
+            for value in batch.values()
+        ]
+        return [dict(zip(batch, part, strict=True)) for part in zip(*values, strict=True)]
     batch = as_containers(batch)
     if len(sizes) == 1:
         return [uncut(batch)]

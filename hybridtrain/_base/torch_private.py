@@ -36,6 +36,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd import Variable, profiler
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 # The mode set by torch.set_default_device and `with torch.device(...)`.
@@ -67,6 +68,7 @@ __all__ = [
     "adds_up_gradients",
     "all_threads_profiled",
     "allowing_torch_func",
+    "at_end_of_backward",
     "backward_of_batch_norm",
     "before_ddp_waits",
     "compile_module",
@@ -89,6 +91,7 @@ __all__ = [
     "has_node_hooks",
     "has_saved_hooks",
     "hooks_of",
+    "is_accumulated",
     "is_composite",
     "is_traced",
     "keep_device_guard",
@@ -105,6 +108,7 @@ __all__ = [
     "run_backward",
     "scaler_found_inf",
     "tensors_saved_by",
+    "without_gradient_hooks",
     "without_modes",
     "without_torch_function",
     "write_cuda_memory",
@@ -846,7 +850,49 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
     Uses `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`: no public function lists hooks.
     """
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+@contextmanager
+def without_gradient_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Leaves out the hooks of `has_gradient_hooks` in the block.
+
+    Their tables are emptied, because autograd holds the tables.
+    """
+    tables = [
+        table
+        for tensor in tensors
+        for table in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+        if table
+    ]
+    hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, of_table in zip(tables, hooks, strict=True):
+            table.update(of_table)
+
+
+def is_accumulated(leaf: Tensor) -> bool:
+    """Returns whether the running backward adds to `leaf.grad`: not if it is an `autograd.grad`.
+
+    Uses `torch._C._will_engine_execute_node`, which refuses leaves whose gradients are returned.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:
+        return False
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Calls `function` once the running backward has added all gradients.
+
+    Uses `queue_callback` of the engine, as DistributedDataParallel does.
+    """
+    autograd: Any = Variable
+    autograd._execution_engine.queue_callback(function)
 
 
 def has_node_hooks(node: torch.autograd.graph.Node) -> bool:

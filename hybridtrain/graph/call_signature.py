@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -14,8 +14,22 @@ from hybridtrain.errors import BatchError
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-# Of forwards, by their function: inspecting one takes longer than the forward of a small layer.
-_signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
+
+class _Signature(NamedTuple):
+    """How a forward is called.
+
+    Attributes:
+        of_forward: its signature.
+        names: by the keys of a dict of inputs, the arguments that are passed by position, and those
+            by keyword. Every micro-batch asks, and binding takes longer than a small layer.
+    """
+
+    of_forward: inspect.Signature
+    names: dict[tuple[Any, ...], tuple[Sequence[str], Sequence[str]]]
+
+
+# By the function of a forward, and whether it is a method.
+_known: WeakKeyDictionary[Callable[..., Any], dict[bool, _Signature]] = WeakKeyDictionary()
 
 
 def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -27,7 +41,9 @@ def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[
     Raises:
         BatchError: `module.forward` cannot be called with `inputs`.
     """
-    signature = _signature(module)
+    signature, known_names = _signature(module)
+    if type(inputs) is dict and (names := known_names.get(tuple(inputs))) is not None:
+        return tuple([inputs[name] for name in names[0]]), {k: inputs[k] for k in names[1]}
     parameters = list(signature.parameters.values())
     attempts: list[tuple[Sequence[Any], Mapping[Any, Any]]] = [((inputs,), {})]
     if isinstance(inputs, Mapping):
@@ -40,6 +56,9 @@ def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[
     for args, kwargs in attempts:
         with suppress(TypeError):  # also if a key is not a string
             bound = signature.bind(*args, **kwargs)
+            if kwargs and type(inputs) is dict:
+                count = len(bound.args)
+                known_names[tuple(inputs)] = list(bound.arguments)[:count], list(bound.kwargs)
             return bound.args, bound.kwargs
     raise BatchError(
         f"cannot call {type(module).__name__}.forward{signature} with the inputs of this "
@@ -48,15 +67,23 @@ def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[
     )
 
 
-def _signature(module: nn.Module) -> inspect.Signature:
+def _signature(module: nn.Module) -> _Signature:
     """Returns the signature of a module's forward, also for a TorchScript module."""
-    forward = module.forward
+    forward: Any = module.forward
+    is_method = inspect.ismethod(forward)
     # a bound method is a new object each time
-    function = getattr(forward, "__func__", None) if inspect.ismethod(forward) else None
-    if function is not None and function in _signatures:
-        return _signatures[function]
+    function = forward.__func__ if is_method else forward
+    if not inspect.isfunction(function):
+        return _Signature(_inspected(forward), {})
+    known = _known.setdefault(function, {})
+    if is_method not in known:
+        known[is_method] = _Signature(_inspected(forward), {})
+    return known[is_method]
+
+
+def _inspected(forward: Callable[..., Any]) -> inspect.Signature:
     try:
-        signature = inspect.signature(forward)
+        return inspect.signature(forward)
     except ValueError:
         return inspect.Signature(
             [
@@ -70,6 +97,3 @@ def _signature(module: nn.Module) -> inspect.Signature:
                 for argument in cast(Any, forward).schema.arguments[1:]  # the first is self
             ]
         )
-    if function is not None:
-        _signatures[function] = signature
-    return signature

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -216,8 +216,13 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 class LazyLogits(Tensor):
-    """See the module."""
+    """See the module.
 
+    Attributes:
+        exist: whether there have been any, so that otherwise nobody looks for them.
+    """
+
+    exist: ClassVar[bool] = False
     recipe: _Recipe
     origin: _Origin
 
@@ -235,6 +240,7 @@ class LazyLogits(Tensor):
             device=recipe.terms[0].hidden.device,
             requires_grad=requires_grad,
         )
+        LazyLogits.exist = True
         logits.recipe, logits.origin = recipe, origin
         for family in origin.families:
             family[id(logits)] = logits
@@ -310,7 +316,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
 
 def without_graph(tree: Any) -> Any:
     """Returns a pytree with lazy logits that hold hidden states and weight, but no graph."""
-    return tree_map_only(LazyLogits, _without_graph, tree)
+    return tree_map_only(LazyLogits, _without_graph, tree) if LazyLogits.exist else tree
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
@@ -359,7 +365,7 @@ def hidden_states(tree: Any) -> Any:
 
 def without_lazy(tree: Any) -> Any:
     """Returns a pytree with plain tensors in the place of lazy ones."""
-    if any(isinstance(leaf, LazyLogits) for leaf in tree_leaves(tree)):
+    if LazyLogits.exist and any(isinstance(leaf, LazyLogits) for leaf in tree_leaves(tree)):
         return tree_map_only(LazyLogits, made, tree)
     return tree
 

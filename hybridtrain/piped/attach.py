@@ -3,28 +3,31 @@
     the model's outputs     [1] loss -- Carry --.
                                                 +-- Arrive --> backwards of the pipeline [2]
                                 logits - Carry -'                 |
-                                                                  '-> gradients of arguments [3]
+                                                                  '-> gradients of arguments
+                                                                      and parameters [3]
 
 [1] Each `Carry` notes the gradient of its output. [2] `Arrive` runs once all of them have, and
-returns [3] the gradients of the arguments. The edges between them are numbers on the CPU, because
-PyTorch runs a node on the thread of its device: in a GPU's own thread, [2] would wait for backwards
-that need that thread.
+returns [3] the gradients of the arguments and parameters. PyTorch itself adds them to
+`parameter.grad`, or returns them from `torch.autograd.grad`, or drops those that nobody has asked
+for. The edges between [1] and [2] are numbers on the CPU, because PyTorch runs a node on the thread
+of its device: in a GPU's own thread, [2] would wait for backwards that need that thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridtrain._base.torch_private import replace_backward_entry
 from hybridtrain.errors import UserError
 from hybridtrain.head import LazyLogits, with_backward
 
 Backward = Callable[[Mapping[int, Tensor]], Sequence[Tensor | None]]
-"""`backward(gradients)`, by the number of the output, returns the gradients of the arguments."""
+"""`backward(gradients)`, by the number of the output, returns the gradients of what entered."""
 
 
 class _Arrivals:
@@ -80,18 +83,18 @@ class _Carry(torch.autograd.Function):
 
 
 def attached(
-    outputs: Mapping[int, Tensor], backward: Backward, arguments: Sequence[Tensor]
+    outputs: Mapping[int, Tensor], backward: Backward, entering: Sequence[Tensor]
 ) -> dict[int, Tensor]:
     """Returns the outputs, with `backward` as their graph.
 
     Args:
         outputs: tensors without a graph, by their number.
         backward: gets the gradients that have arrived; runs once.
-        arguments: the tensors whose gradients it returns.
+        entering: the arguments and parameters whose gradients it returns.
     """
     arrivals = _Arrivals(backward)
     anchor = torch.zeros((), requires_grad=True)
-    tokens = _Arrive.apply(arrivals, len(outputs), anchor, *arguments)
+    tokens = _Arrive.apply(arrivals, len(outputs), anchor, *entering)
 
     def carried(number: int, token: Tensor, output: Tensor) -> Tensor:
         # the output in a list: a returned argument would be a view, which code like HF Trainer's
@@ -105,6 +108,21 @@ def attached(
         else carried(number, token, output)
         for token, (number, output) in zip(tokens, outputs.items(), strict=True)
     }
+
+
+@cache
+def explain_backwards() -> None:
+    """Adds to PyTorch's error of a graph that is freed what it means in a pipelined model."""
+
+    def explain(error: RuntimeError) -> None:
+        if "backward through the graph a second time" in str(error):
+            error.add_note(
+                "a tensor that a hook of a layer, or an attribute, has kept from a pipelined model "
+                "belongs to one micro-batch, and cannot be used in a loss: return it from the "
+                "model's forward, and use the output"
+            )
+
+    replace_backward_entry(lambda inputs: None, lambda gradients: None, explain)
 
 
 class Late:

@@ -8,10 +8,10 @@ is refused, because a micro-batch would silently get the wrong samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from hybridtrain._base.microbatch import (
     split,
     uncut,
 )
-from hybridtrain._base.values import is_constant, leaves_of
+from hybridtrain._base.values import is_constant, is_flat, leaves_of
 from hybridtrain.errors import BatchError
 
 # The number of items that the loss of a transformers model is divided by. It changes in every step.
@@ -134,11 +134,11 @@ def call_of(
     values: Any = _bound(forward, args, kwargs)
     if isinstance(values, dict) and without_cache and takes_cache(net):
         values.setdefault("use_cache", False)
-    is_flat = isinstance(values, dict) and all(type(v) in _FLAT for v in values.values())
-    if not is_flat:
+    has_depth = not is_flat(values)
+    if has_depth:
         leaves_of(values)  # registers dataclasses
         values = as_containers(values)
-    leaves = list(values.values()) if is_flat else tree_leaves(values)
+    leaves = tree_leaves(values) if has_depth else list(values.values())
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     first = next((tensor for tensor in tensors if tensor.dim()), None)
     samples = 1 if first is None else len(first)
@@ -147,19 +147,15 @@ def call_of(
     if chunks > 1 and samples > 1:
         if any(len(tensor) == 1 for tensor in others):
             values = _with_shared_rows(values, samples)
-        if others or not is_flat:
+        if others or has_depth:
             batch_size(values)  # or the error that names the tensor
         sizes = chunk_sizes(samples, chunks)
     elif others:
         values = tree_map_only(Tensor, shared, values)  # such as the lengths of packed sequences
-    if is_flat and len(values) == 1 and type(only := next(iter(values.values()))) is Tensor:
+    if not has_depth and len(values) == 1 and type(only := next(iter(values.values()))) is Tensor:
         values = only
     entering = [tensor for tensor in tensors if tensor.requires_grad]
     return Call(values, sizes, (kind, len(sizes) > 1), entering)
-
-
-# Values of arguments that are leaves without a look inside.
-_FLAT = frozenset((Tensor, bool, int, float, str, type(None)))
 
 
 def asks_for_cache(kwargs: dict[str, Any]) -> bool:
@@ -178,12 +174,15 @@ def takes_cache(net: nn.Module) -> bool:
     """
     base = getattr(net, "get_base_model", None)
     inner: Any = base() if callable(base) else net
-    parameters = _signature(inner.forward).parameters
-    if "use_cache" in parameters:
+    signature = _signature(inner.forward)
+    if "use_cache" in signature.names:
         return True
     config = getattr(inner, "config", None)
-    passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return passes_on and _text_config(config) is not config and wants_cache_by_default(inner)
+    return (
+        signature.takes_more
+        and _text_config(config) is not config
+        and wants_cache_by_default(inner)
+    )
 
 
 def wants_cache_by_default(net: nn.Module) -> bool:
@@ -196,17 +195,81 @@ def _text_config(config: Any) -> Any:
     return of_text() if callable(of_text) else config
 
 
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    function = getattr(forward, "__func__", None)
-    if function is None:
-        return inspect.signature(forward)
-    return _signature_of_method(inspect.unwrap(function))
+class _Signature(NamedTuple):
+    """How a forward is called.
+
+    Attributes:
+        of_forward: its signature.
+        names: the names of its parameters, in order.
+        by_position: those that may be passed by position; None: only `bind` knows.
+        required: those without a default.
+        nones: those that are None by default.
+        takes_args: whether it has `*args`.
+        takes_more: whether it has `**kwargs`.
+    """
+
+    of_forward: inspect.Signature
+    names: Mapping[str, None]
+    by_position: Sequence[str] | None
+    required: Set[str]
+    nones: Set[str]
+    takes_args: bool
+    takes_more: bool
+
+    @classmethod
+    def of(cls, signature: inspect.Signature) -> _Signature:
+        """Returns the facts of a signature."""
+        parameters = signature.parameters.values()
+        kinds = {parameter.kind for parameter in parameters}
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        takes_args = inspect.Parameter.VAR_POSITIONAL in kinds
+        by_position = [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return cls(
+            signature,
+            dict.fromkeys(p.name for p in named),
+            None if takes_args or inspect.Parameter.POSITIONAL_ONLY in kinds else by_position,
+            frozenset(p.name for p in named if p.default is p.empty),
+            frozenset(p.name for p in named if p.default is None),
+            takes_args,
+            inspect.Parameter.VAR_KEYWORD in kinds,
+        )
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments by name, in the order of the parameters.
+
+        Raises:
+            TypeError: the forward does not take them.
+        """
+        if self.by_position is not None and len(args) <= len(self.by_position):
+            given = dict(zip(self.by_position, args, strict=False))
+            is_twice = not given.keys().isdisjoint(kwargs)
+            given.update(kwargs)
+            is_known = self.takes_more or given.keys() <= self.names.keys()
+            if is_known and not is_twice and self.required <= given.keys():
+                ordered = {name: given[name] for name in self.names if name in given}
+                ordered.update(given)
+                return ordered
+        bound = self.of_forward.bind(*args, **kwargs)
+        inputs: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            is_more = self.of_forward.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+            inputs.update(value if is_more else {name: value})
+        return inputs
+
+
+def _signature(forward: Callable[..., Any]) -> _Signature:
+    function = getattr(forward, "__func__", forward)
+    if not inspect.isfunction(function):
+        return _Signature.of(inspect.signature(forward))
+    return _signature_of(function, function is not forward)
 
 
 @lru_cache(maxsize=64)
-def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+def _signature_of(function: Callable[..., Any], is_method: bool) -> _Signature:
     signature = inspect.signature(function)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    if is_method:
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return _Signature.of(signature)
 
 
 def _bound(
@@ -217,22 +280,19 @@ def _bound(
     Those of a forward that takes `*args` have no names, and are returned as they are.
     """
     signature = _signature(forward)
-    if args and any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
+    if args and signature.takes_args:
         if kwargs:
             raise BatchError(
-                f"the forward {signature} takes *args, so its arguments have no names: pass all "
-                "of them by keyword, or all by position"
+                f"the forward {signature.of_forward} takes *args, so its arguments have no names: "
+                "pass all of them by keyword, or all by position"
             )
         return args
-    bound = signature.bind(*args, **kwargs)
-    inputs: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        parameter = signature.parameters[name]
-        if parameter.kind is parameter.VAR_KEYWORD:
-            inputs.update(value)
-        elif value is not None or parameter.default is not None:
-            inputs[name] = value
-    return inputs
+    nones = signature.nones
+    return {
+        name: value
+        for name, value in signature.bound(args, kwargs).items()
+        if value is not None or name not in nones
+    }
 
 
 def _with_shared_rows(values: Any, samples: int) -> Any:

@@ -68,8 +68,21 @@ class Replicas:
             _broadcast([*self._net.parameters(), *self._net.buffers()])
 
     def begin_step(self) -> None:
-        """Copies rank 0's buffers to all processes, where a backward averages gradients."""
-        if self.averages and self._are_several:
+        """Copies rank 0's buffers to all processes, where a backward averages gradients.
+
+        Raises:
+            ConfigError: a hook waits for the whole gradient of a parameter.
+        """
+        if not self._are_several:
+            return
+        for name, parameter in self._net.named_parameters():
+            if parameter._post_accumulate_grad_hooks:
+                raise ConfigError(
+                    f"{name} has a hook that runs when its gradient is complete "
+                    "(register_post_accumulate_grad_hook), and would get the gradient of one "
+                    "process: use an optimizer that steps after the backward (not a layerwise one)"
+                )
+        if self.averages:
             _broadcast(list(self._net.buffers()))
 
     @torch.no_grad()

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from hybridtrain._base.microbatch import Microbatch, uncut
+from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import ConfigError
-from hybridtrain.head import LazyLogits, hidden_states
+from hybridtrain.head import LazyLogits, hidden_states, without_graph
 from hybridtrain.launch import Launch
 from hybridtrain.model import HybridModel
 from hybridtrain.options import PipelineOptions
@@ -132,37 +133,35 @@ class Runner:
         if wants_cache and not learns:
             return self._run_uncut(forward, args, kwargs)
         call = call_of(net, forward, args, kwargs, self.options.chunks, not wants_cache)
-        model = self._pipeline(call)
+        model = self._pipeline(call, trains=wants_gradients)
         key = call.kind, net.training, wants_gradients, getattr(forward, "__func__", forward)
         kind = self._kinds.setdefault(key, Kind(self.options.schedule))
-        if wants_gradients:
-            refuse_hooks(model)
         if learns and call.samples == 1 < self.options.chunks and not self._says_one_row:
             self._says_one_row = True
             log.warning(_ONE_ROW, type(net).__name__)
-        of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if kind.join is None and len(call.sizes) > 1:
             kind.join, numbers = self._proved(model, call, wants_gradients)
             if model.planned.head.names and len(numbers) == 1 and not _is_in_fp16(self.world):
                 # or the first step would have the logits; if it is wrong, the forwards run again
                 kind.loss = numbers[0]
+        of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if not wants_gradients:
             return self._evaluate(model, call, kind, of_step)
         self.replicas.begin_step()
         return Step(model, call, kind, of_step, self.replicas.finish_step).run()
 
-    def _is_current(self, model: HybridModel) -> bool:
+    def _is_current(self, model: HybridModel, trains: bool) -> bool:
         """Returns whether the pipeline is that of the model: none of its parts has been replaced,
-        converted or moved."""
+        converted or moved. Frozen parameters are followed."""
         try:
-            model.pipeline.frozen_or_freed()
+            model.follow_changes(trains)
         except ConfigError:
             return False
         return True
 
-    def _pipeline(self, call: Call) -> HybridModel:
+    def _pipeline(self, call: Call, trains: bool) -> HybridModel:
         """Returns the pipeline of the model as it is now."""
-        if self._model is None or not self._is_current(self._model):
+        if self._model is None or not self._is_current(self._model, trains):
             if not self._has_begun:
                 self.replicas.begin()
                 # some trainers launch processes themselves, after pipelined(model)
@@ -222,7 +221,7 @@ class Runner:
         if self.world.devices[0].type == "cpu":  # nothing moves
             return forward(*args, **kwargs)
         call = call_of(self.net, forward, args, dict(kwargs), 1, False)
-        model = self._pipeline(call)
+        model = self._pipeline(call, trains=False)
         return model.run_microbatches([uncut(call.inputs)], _as_it_is, trains=False)[0]
 
 
@@ -231,28 +230,14 @@ def _as_it_is(_: int, output: Any) -> HeadOutput:
 
 
 def _kept(_: int, output: Any) -> HeadOutput:
-    return HeadOutput(Kept(output))
+    leaves_of(output)  # registers dataclasses
+    return HeadOutput(Kept(without_graph(output)))
 
 
 def _is_in_fp16(world: World) -> bool:
     """Returns whether a scaler may multiply the loss by a number that its first backward needs."""
     kind = world.devices[0].type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-
-
-def refuse_hooks(model: HybridModel) -> None:
-    """Refuses hooks that run once a gradient is complete, such as those of layerwise optimizers.
-
-    Raises:
-        ConfigError: a parameter has such a hook; each micro-batch adds to the gradient.
-    """
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"{name} has a hook that runs when its gradient is complete "
-                "(register_post_accumulate_grad_hook), and would run it for each micro-batch: use "
-                "an optimizer that steps after the backward (not a layerwise one)"
-            )
 
 
 def refuse_wrapped() -> None:

@@ -10,7 +10,7 @@ The loss attached: the whole schedule runs in the call, with the factor that the
 by in the last backward, and the backward adds the gradients to `parameter.grad`.
 
     model(x)         F0 F1 B0 F2 B1 F3 B2 B3
-    loss.backward()                             add
+    loss.backward()                             returns them
 
 A gradient scaler's factor is in the backward from its start, so gradients in half precision do not
 underflow. Another factor multiplies the gradients. If another output gets a gradient after all, the
@@ -31,6 +31,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hybridtrain._base.precision import ThreadState
+from hybridtrain._base.torch_private import (
+    at_end_of_backward,
+    is_accumulated,
+    without_gradient_hooks,
+    without_torch_function,
+)
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import BatchError, setting
 from hybridtrain.head import LazyLogits, without_graph, without_lazy
@@ -38,7 +44,7 @@ from hybridtrain.loss import zero_of
 from hybridtrain.piped.attach import Gate, Late, attached
 from hybridtrain.piped.calls import Call
 from hybridtrain.piped.joining import Join, joined
-from hybridtrain.pipeline import HeadOutput, HeldGraphs, StepKind
+from hybridtrain.pipeline import HeadOutput, HeldGraphs, StepKind, own_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +105,8 @@ class Step:
         call: the call.
         kind: what is known about its kind.
         of_step: its kind as a step.
-        finish: called after its backward, such as to average the gradients over the replicas.
+        finish: called at the end of a backward that adds to the gradients of parameters, such as to
+            average them over the replicas.
     """
 
     def __init__(
@@ -116,6 +123,8 @@ class Step:
         self._weights: list[list[float] | None] | None = None
         if kind.join is not None:
             self._weights = kind.join.weights(self._parts, call.sizes)
+        self._is_lazy = bool(model.planned.head.names)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._state = ThreadState.capture()
         self._number = model.rng.step
         self._spec: TreeSpec | None = None
@@ -141,7 +150,10 @@ class Step:
         assert self._spec is not None
         leaves = joined(self._spec, columns, self._weights or [None] * len(columns[0]))
         outputs = {place: leaves[place] for place in self._places}
-        for place, output in attached(outputs, backward, self._call.entering).items():
+        if not outputs:
+            return tree_unflatten(leaves, self._spec)
+        entering = [*self._call.entering, *self._parameters]
+        for place, output in attached(outputs, backward, entering).items():
             leaves[place] = output
         return tree_unflatten(leaves, self._spec)
 
@@ -149,11 +161,16 @@ class Step:
 
     def _run_forwards(self) -> tuple[list[Late], HeldGraphs, list[list[Any]]]:
         late = [Late() for _ in self._parts]
+        one = torch.ones(())
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             leaves = without_lazy(self._leaves_of(microbatch, output))
-            root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
-            return HeadOutput(list(map(_detached, leaves)), root, torch.ones_like(root))
+            with without_torch_function():  # the engine's mode need not see this
+                leaves = own_values(leaves)
+                root = torch.zeros((), requires_grad=True)  # where no output has a gradient
+                if self._places:
+                    root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
+                return HeadOutput(list(map(_detached, leaves)), root, one)
 
         columns, held = self._model.run_forwards(self._parts, head, self._of_step)
         return late, held, columns
@@ -164,9 +181,14 @@ class Step:
         for place in self._places:
             for of_part, gradient in zip(late, self._cut(place, arrived.get(place)), strict=True):
                 of_part.gradients.append(gradient)
-        self._model.run_backwards(held)
-        self._finish()
-        return self._call.joined_gradients(self._leaves)
+        with own_gradients(self._parameters) as gradients:
+            self._model.run_backwards(held)
+        self._finish_later()
+        return [*self._call.joined_gradients(self._leaves), *gradients]
+
+    def _finish_later(self) -> None:
+        if any(map(is_accumulated, self._parameters)):
+            at_end_of_backward(self._finish)
 
     def _cut(self, place: int, gradient: Tensor | None) -> Sequence[Tensor | None]:
         """Returns the gradient of an output in each micro-batch."""
@@ -191,10 +213,12 @@ class Step:
         def head(microbatch: int, output: Any) -> HeadOutput:
             leaves = self._leaves_of(microbatch, output)
             root = leaves[loss]
-            gradient = torch.full_like(root, weights[microbatch] * factor if root.dim() == 0 else 1)
-            return HeadOutput(Kept(list(map(_detached, leaves))), root, gradient)
+            with without_torch_function():
+                weight = weights[microbatch] * factor if root.dim() == 0 else 1
+                gradient = torch.full_like(root, weight)
+            return HeadOutput(Kept(self._detached(leaves)), root, gradient)
 
-        with own_gradients(self._model) as gradients:
+        with own_gradients(self._parameters) as gradients:
             kept = self._model.run_microbatches(
                 self._parts, head, trains=True, sync=False, kind=self._of_step
             )
@@ -214,10 +238,10 @@ class Step:
                 late, held, _ = self._run_forwards()
             return self._run_backwards(arrived, late, held)
         factor = float(arrived[loss])
-        parameters = self._model.parameters()
-        add(list(parameters), gradients, 1.0 if factor == used else factor / used)
-        self._finish()
-        return []
+        if factor != used and (found := [g for g in gradients if g is not None]):
+            torch._foreach_mul_(found, factor / used)
+        self._finish_later()
+        return gradients
 
     @contextmanager
     def _again(self) -> Iterator[None]:
@@ -232,13 +256,17 @@ class Step:
             model.rng.step = latest
             with torch.no_grad():
                 for buffer, value in buffers:
-                    buffer.copy_(value)
+                    # the backward needs those that have not changed, such as indices of positions
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
 
     def _leaves_of(self, microbatch: int, output: Any) -> list[Any]:
         """Returns the leaves of a micro-batch's output; those that count nothing become zero."""
-        leaves_of(output)
+        if self._spec is None:
+            leaves_of(output)  # registers dataclasses
         leaves, spec = tree_flatten(output)
-        places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.requires_grad]
+        with without_torch_function():
+            places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.requires_grad]
         if self._spec is None:
             self._spec, self._places = spec, places
         if spec != self._spec or places != self._places:
@@ -252,21 +280,31 @@ class Step:
                 leaves[place] = zero_of(output)  # the mean over no items would be NaN
         return leaves
 
+    def _detached(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the leaves of an output without their graph, on the device of the last stage."""
+        if self._is_lazy:
+            leaves = without_graph(leaves)
+            return [leaf if isinstance(leaf, LazyLogits) else _detached(leaf) for leaf in leaves]
+        with without_torch_function():
+            return list(map(_detached, own_values(leaves)))
+
 
 @contextmanager
-def own_gradients(model: HybridModel) -> Iterator[list[Tensor | None]]:
+def own_gradients(parameters: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
     """Lets the backward in the block begin without gradients; then restores those from before.
+
+    Hooks of parameters are left out: the gradient of the batch runs them, once.
 
     Yields:
         a list that holds the gradients of the parameters after the block.
     """
-    parameters = list(model.parameters())
     before = [parameter.grad for parameter in parameters]
     gradients: list[Tensor | None] = []
     for parameter in parameters:
         parameter.grad = None
     try:
-        yield gradients
+        with without_gradient_hooks(parameters):
+            yield gradients
         gradients += [parameter.grad for parameter in parameters]
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
@@ -294,7 +332,7 @@ def gradient_of_number(model: HybridModel, inputs: Any, number: int) -> Tensor |
             return HeadOutput(None, zero_of(output), torch.ones(()))
         return HeadOutput(leaf.detach(), leaf, torch.ones_like(leaf))
 
-    with own_gradients(model) as gradients:
+    with own_gradients(list(model.parameters())) as gradients:
         (value,), held = model.run_forwards([inputs], head)
         model.run_backwards(held)
     if value is None:
@@ -311,32 +349,13 @@ class Kept:
 
     A pipeline looks for them in what its head returns, but not inside this.
 
-    Args:
-        output: the output.
-
     Attributes:
-        output: the same, without a graph of the logits.
+        output: the output, without a graph of the logits.
     """
 
     def __init__(self, output: Any) -> None:
-        leaves_of(output)  # registers dataclasses
-        self.output = without_graph(output)
+        self.output = output
 
 
 def _detached(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or isinstance(leaf, LazyLogits):
-        return leaf
-    return leaf.detach()
-
-
-@torch.no_grad()
-def add(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: float) -> None:
-    """Adds `factor` times gradients, which are not used again, to those of parameters."""
-    pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
-    if factor != 1 and pairs:
-        torch._foreach_mul_([g for _, g in pairs], factor)
-    for parameter, gradient in pairs:
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

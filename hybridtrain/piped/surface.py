@@ -42,6 +42,7 @@ class _Forward:
     def __init__(self, plain: type[nn.Module], runner: Runner) -> None:
         self._plain, self._runner = plain, runner
         self._outer: Any = None  # a wrapper of an entry, which stays around the pipeline
+        self._made: tuple[Any, Any] = None, None  # the latest forward, and the entry to it
 
     def __get__(self, net: Any, owner: type) -> Any:
         if net is None:
@@ -68,7 +69,14 @@ class _Forward:
 
     def _entry(self, net: Any) -> Any:
         """Returns what leads into the pipeline: a method, as the forward is."""
-        inner, runner, plain = self.assigned(net), self._runner, self._plain
+        inner = self.assigned(net)
+        if self._made[0] != inner:
+            self._made = inner, self._new_entry(inner)
+        entry = self._made[1]
+        return MethodType(entry, net) if isinstance(inner, MethodType) else entry
+
+    def _new_entry(self, inner: Any) -> Any:
+        runner, plain = self._runner, self._plain
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self is not runner.net:  # a copy, which has what a trainer keeps of the original
@@ -81,7 +89,7 @@ class _Forward:
         is_method = isinstance(inner, MethodType)
         entry: Any = functools.wraps(_function_of(inner))(method if is_method else function)
         entry._entry = entry
-        return MethodType(entry, net) if is_method else entry
+        return entry
 
 
 def _function_of(value: Any) -> Any:

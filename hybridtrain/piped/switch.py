@@ -15,6 +15,7 @@ from hybridtrain._base.plain_numbers import plain_numbers
 from hybridtrain.errors import ConfigError, argument
 from hybridtrain.launch import Launch, detect
 from hybridtrain.options import PipelineOptions, with_settings
+from hybridtrain.piped.attach import explain_backwards
 from hybridtrain.piped.device_map import placement_of, refuse_to_move_quantized
 from hybridtrain.piped.replicas import processes_of
 from hybridtrain.piped.runner import Runner
@@ -89,6 +90,7 @@ def pipelined(
         placement.release()
     swap(model, runner)
     integrations.install(averages_gradients)
+    explain_backwards()
     return model
 
 

@@ -45,8 +45,8 @@ from hybridtrain.pipeline.engine import Head, HeadOutput
 from hybridtrain.pipeline.forward import (
     ForwardStage,
     PartsHere,
-    for_other_thread,
     net_of_trip,
+    own_values,
     uninstall,
 )
 from hybridtrain.pipeline.layer_rng import (
@@ -98,11 +98,11 @@ __all__ = [
     "construct_own_stages",
     "default_generator_lock",
     "device_memory",
-    "for_other_thread",
     "measured_ms",
     "memory_bytes",
     "messages_of",
     "net_of_trip",
+    "own_values",
     "plan_without_values",
     "read_timelines",
     "remove_aliases",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from hybridtrain._base.precision import ThreadState
+from hybridtrain._base.values import is_flat
 from hybridtrain.pipeline.model_watch import ModelWatch
 
 _AT_MOST = 10_000  # exact shapes that are remembered, for a fast lookup
@@ -72,12 +73,16 @@ class StepKinds:
         if type(inputs) is Tensor:  # most often
             exact = inputs.shape, inputs.dtype, inputs.requires_grad, around
         else:
-            leaves, spec = tree_flatten(inputs)
+            structure: Hashable
+            if is_flat(inputs):
+                leaves, structure = list(inputs.values()), tuple(inputs)
+            else:
+                leaves, structure = tree_flatten(inputs)
             shapes = [
                 (v.shape, v.dtype, v.requires_grad) if isinstance(v, Tensor) else _fact_of(v)
                 for v in leaves
             ]
-            exact = *shapes, spec, around
+            exact = *shapes, structure, around
         kind = self._of_shapes.get(exact)
         if kind is None:
             leaves, spec = tree_flatten(inputs)

@@ -20,6 +20,7 @@ stage 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import count
 
 from hybridtrain.schedule.registry import schedule
@@ -166,6 +167,7 @@ class _LaneBuilder:
         return sum(action[:2] == (kind, stage) for action in self.actions)
 
 
+@cache
 def forward_only(
     devices: int, chunks: int, stages_per_device: int = 1, placement: Placement = "loop"
 ) -> Schedule:

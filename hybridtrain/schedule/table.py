@@ -13,7 +13,7 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -284,6 +284,7 @@ def validate(schedule: Schedule) -> None:
     _ = schedule.in_one_order
 
 
+@cache
 def backward_only(forwards: Schedule) -> Schedule:
     """Returns the backwards of micro-batches whose forwards have run in `forwards`.
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from hybridtrain._base import codec, objects
 from hybridtrain._base.precision import ThreadState
 from hybridtrain.errors import BatchError, UserError, naming
-from hybridtrain.pipeline import HeadOutput, batch_digest, for_other_thread
+from hybridtrain.pipeline import HeadOutput, batch_digest, own_values
 from hybridtrain.smp.bodies import Body, Call, Result, current_body
 from hybridtrain.smp.config import NAMING
 from hybridtrain.smp.microbatches import ArgumentCutter, CutArguments
@@ -267,7 +267,7 @@ class _Step:
         def head(microbatch: int, output: Any) -> HeadOutput:
             if gpu is not None:  # the last stage may be on another device of this process
                 output = tree_map_only(Tensor, lambda t: t.to(gpu), output)
-            result = bodies[microbatch].resume(for_other_thread(output), trains)
+            result = bodies[microbatch].resume(own_values(output), trains)
             value = result.value
             if self._detaches:
                 value = tree_map_only(Tensor, Tensor.detach, value)

@@ -334,9 +334,11 @@ class _Run:
 
         def head(microbatch: int, value: Any) -> HeadOutput:
             outputs[microbatch] = _noted(value)
-            root = root_of(value) if batch.trains else None
-            if root is None:
+            if not batch.trains:
                 return HeadOutput(None)
+            root = root_of(value)
+            if root is None:  # an output without a gradient, such as classes: nothing flows back
+                root = torch.zeros((), requires_grad=True)
             return HeadOutput(root.detach(), root, torch.ones_like(root))
 
         with self._as_before(net):

@@ -8,8 +8,11 @@ inside of the model runs the schedule in the call (1F1B), the loss outside all f
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +40,7 @@ from scripts.bench.emulated_devices import (
 )
 
 CHUNKS = 8
+WARM_UP = 33  # steps; the next ones to be checked are 64
 
 
 class WithLoss(nn.Module):
@@ -172,6 +176,34 @@ def print_cost(step_ms: float, repeats: int) -> None:
     print_table(heads, lines)
 
 
+def print_calls() -> None:
+    """Prints the calls of Python functions in a step: the same on a busy machine."""
+    counter, counts = itertools.count(), False
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if counts and event == "call":
+            next(counter)
+
+    threading.setprofile(note)  # of the threads that the pipelines start
+    sleeps.factor = 0.0
+    lines = []
+    for stages in (2, 4):
+        jobs = jobs_of(stages)
+        del jobs["device after device"]
+        for name, job in jobs.items():
+            for _ in range(WARM_UP):
+                job()
+            sys.setprofile(note)
+            counts, first = True, next(counter)
+            for _ in range(10):
+                job()
+            counts = False
+            sys.setprofile(None)
+            lines.append((f"{stages} stages: {name}", round((next(counter) - first) / 10)))
+    threading.setprofile(None)  # type: ignore[arg-type]
+    print_table(("", "calls"), lines)
+
+
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -181,8 +213,13 @@ def main() -> None:
         type=float,
         help="print instead what the wrapper adds to train_step, in a step of this length",
     )
+    parser.add_argument(
+        "--calls", action="store_true", help="print instead the calls of Python functions in a step"
+    )
     options = parser.parse_args()
-    if options.step_ms:
+    if options.calls:
+        print_calls()
+    elif options.step_ms:
         print_cost(options.step_ms, options.repeats)
     else:
         calibrate()

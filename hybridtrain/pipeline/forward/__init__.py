@@ -20,16 +20,16 @@ from hybridtrain.pipeline.forward.build import build_forward_stages, forward_eng
 from hybridtrain.pipeline.forward.layers import uninstall
 from hybridtrain.pipeline.forward.parts_here import PartsHere
 from hybridtrain.pipeline.forward.stage import ForwardStage
-from hybridtrain.pipeline.forward.trip import StageInFlight, for_other_thread, net_of_trip
+from hybridtrain.pipeline.forward.trip import StageInFlight, net_of_trip, own_values
 
 __all__ = [
     "ForwardStage",
     "PartsHere",
     "StageInFlight",
     "build_forward_stages",
-    "for_other_thread",
     "forward_engine",
     "net_of_trip",
     "of_other_code",
+    "own_values",
     "uninstall",
 ]

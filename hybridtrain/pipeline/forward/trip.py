@@ -141,7 +141,7 @@ class Trip(StageValues):
             self._enter_stage(0, self.microbatch)
             args, kwargs = inputs()
             if self._last:
-                self.note_own(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+                self.note_own(*args, *kwargs.values())
                 self._starts.append(next_node_number())
             self.is_in_forward = True
             with context:
@@ -339,10 +339,10 @@ class Trip(StageValues):
         ]
 
 
-def for_other_thread(output: Any) -> Any:
-    """Returns the model's output for a head that goes on in another thread.
+def own_values(output: Any) -> Any:
+    """Returns the model's output as values of the last stage, for code that the glue does not see.
 
-    Its tensors are the last stage's own names, because the glue does not see that thread.
+    Such as a head that goes on in another thread.
     """
     trip = here.trip
     return output if trip is None or not trip.is_cut else trip.cut_all((output,))[0]

@@ -210,12 +210,14 @@ class StageValues:
                 tensor, last = alias.value, stage
         return tensor
 
-    def note_own(self, values: Any) -> None:
+    def note_own(self, *values: Any) -> None:
         """Notes values as this stage's: inputs, and those that another thread has made, whose nodes
         do not say it."""
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self._stages[id(leaf)] = self.stage, leaf
+        for value in values:
+            kind = type(value)
+            for leaf in (value,) if kind is Tensor or kind in PLAIN else tree_leaves(value):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    self._stages[id(leaf)] = self.stage, leaf
 
     def check_hook(self, tensor: Tensor) -> None:
         """Refuses a hook that a stage sets on a parameter of an earlier one.

@@ -96,6 +96,28 @@ def _(world):
         torch.testing.assert_close(q.grad, total / world.size, **CLOSE)
 
 
+@cells.add("gradients of inputs alone do not count, and a hook gets the gradient of a process")
+def _(world):
+    plain, piped = DistributedDataParallel(make()), pipelined(make(), devices=DEVICES, chunks=3)
+    x, labels = batch(world.rank, 0)
+    for net in (plain, piped):
+        first = next(net.parameters())
+        first.register_hook(lambda gradient: gradient.clamp(-1e-2, 1e-2))
+        F.cross_entropy(net(x), labels).backward()
+        first._backward_hooks.clear()
+    torch.autograd.grad(piped(x.requires_grad_()).sum(), x)
+    for p, q in zip(plain.parameters(), piped.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, **CLOSE)
+
+
+@cells.add("a hook that waits for the whole gradient is refused")
+def _(world):
+    net = pipelined(make(), devices=DEVICES, chunks=3)
+    net[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigError, match=r"0\.weight has a hook"):
+        net(batch(world.rank, 0)[0])
+
+
 @cells.add("buffers are those of rank 0")
 def _(world):
     plain = DistributedDataParallel(make(norm=True))

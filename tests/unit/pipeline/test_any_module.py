@@ -30,7 +30,7 @@ from hybridtrain.errors import SplitError
 from hybridtrain.graph import works_in_place
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import Planner, StageOwners, observed_chain
-from hybridtrain.pipeline import for_other_thread
+from hybridtrain.pipeline import own_values
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -243,7 +243,7 @@ def test_dropout_does_not_depend_on_how_deep_the_model_is_cut(split):
 
 def test_a_loss_in_another_thread_gets_the_output_of_a_single_stage():
     def in_another_thread(output, _):
-        return loss_of(for_other_thread(output), None)
+        return loss_of(own_values(output), None)
 
     net, losses = Wrapped(), []
     for loss in (loss_of, in_another_thread):

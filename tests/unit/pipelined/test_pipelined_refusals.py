@@ -34,6 +34,28 @@ def test_a_graph_of_the_backward():
         loss.backward(create_graph=True)
 
 
+def test_a_tensor_that_a_hook_has_kept_is_no_output():
+    model, kept = pipe(), []
+    model[0].register_forward_hook(lambda layer, args, output: kept.append(output))
+    output = model(torch.randn(8, 6))
+    with pytest.raises(RuntimeError) as caught:
+        (output.sum() + kept[-1].tanh().sum()).backward()
+    assert "return it from the model's forward" in caught.value.__notes__[-1]
+
+
+def test_an_output_that_is_no_tensor():
+    class Policy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+        def forward(self, x):
+            return torch.distributions.Categorical(logits=self.body(x))
+
+    with pytest.raises(BatchError, match="output is a Categorical that depends on the samples"):
+        pipe(Policy())(torch.randn(8, 6))
+
+
 def test_a_compiled_model():
     with pytest.raises(ConfigError, match="compile=True"):
         torch.compile(pipe())
@@ -151,13 +173,6 @@ def test_a_mean_that_the_arguments_do_not_count():
     mask = torch.rand(8, 3, generator=torch.Generator().manual_seed(0)).round()
     with pytest.raises(BatchError, match="micro-batches would give another gradient"):
         pipe(Masked())(torch.randn(8, 6), mask)
-
-
-def test_a_hook_that_waits_for_the_whole_gradient():
-    model = pipe()
-    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(ConfigError, match=r"0\.weight has a hook"):
-        model(torch.randn(8, 6))
 
 
 def test_plugins_of_accelerate_that_take_a_model_apart():

@@ -124,6 +124,17 @@ def test_another_factor_in_each_step():
 
 
 def test_an_output_that_gets_a_gradient_later():
+    class Placed(WithLoss):
+        """The backward needs its buffer."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("places", torch.arange(6))
+            self.shift = nn.Embedding(6, 1)
+
+        def forward(self, x, labels=None):
+            return super().forward(x + self.shift(self.places).T, labels)
+
     def backward(net, x, labels, step):
         output = net(x, labels=labels)
         loss = output["loss"]
@@ -132,7 +143,7 @@ def test_an_output_that_gets_a_gradient_later():
         loss.backward()
         return loss
 
-    assert_trains_alike(WithLoss, backward, steps=6)
+    assert_trains_alike(Placed, backward, steps=6)
 
 
 def test_the_log_says_which_form_runs(caplog):
@@ -201,6 +212,56 @@ def test_gradients_that_are_cleared_between_forward_and_backward():
         return loss
 
     assert_trains_alike(WithLoss, backward)
+
+
+def test_gradients_of_inputs_alone_are_not_added_to_those_of_parameters():
+    """Adversarial training."""
+
+    def backward(net, x, labels, step):
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(net(x), labels), x)
+        loss = F.cross_entropy(net((x + 0.1 * gradient.sign()).detach()), labels)
+        loss.backward()
+        return loss
+
+    assert_trains_alike(mlp, backward)
+
+
+@pytest.mark.parametrize("form", [inside, outside])
+def test_gradients_of_some_parameters_alone(form):
+    def backward(net, x, labels, step):
+        parameters = list(net.parameters())
+        loss = net(x, labels=labels)["loss"] if form is inside else F.cross_entropy(net(x), labels)
+        if step % 2:
+            loss.backward(inputs=parameters[1:3])
+        else:
+            for parameter, gradient in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
+                parameter.grad = gradient
+        return loss
+
+    assert_trains_alike(WithLoss if form is inside else mlp, backward)
+
+
+@pytest.mark.parametrize("backward", [inside, outside])
+def test_hooks_of_parameters_get_the_gradient_of_the_batch(backward):
+    """One that changes it by no linear function, and one that waits for the whole gradient."""
+
+    def make():
+        net = WithLoss() if backward is inside else mlp()
+        first, *_, last = net.parameters()
+        first.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        optimizer = torch.optim.SGD([last], lr=0.5)
+
+        def step(parameter):
+            optimizer.step()
+            parameter.grad = None
+
+        last.register_post_accumulate_grad_hook(step)
+        return net
+
+    assert_trains_alike(make, backward)
 
 
 def test_a_gradient_scaler():
@@ -294,6 +355,19 @@ def test_running_statistics_are_updated_once_in_a_step_that_runs_again():
         return dict(net.named_buffers())
 
     torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
+def test_an_output_without_a_gradient_in_training():
+    class Classes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x):
+            return self.body(x).argmax(-1)
+
+    (x, _), *_ = batches(1)
+    assert torch.equal(pipelined(Classes(), nb_part=2, chunks=4)(x), Classes()(x))
 
 
 def test_a_model_outside_of_training_is_pipelined_without_gradients():
