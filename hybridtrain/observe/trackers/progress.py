@@ -4,6 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, TextIO
 
@@ -60,19 +61,15 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     # tqdm's own methods keep the lock of all bars when the stream fails. The next thread that makes
     # a bar would wait for ever; torch.compile makes one in each compilation.
 
-    def refresh(self, nolock: bool = False, lock_args: Any = None) -> bool | None:
+    def refresh(self, nolock: bool = False, lock_args: Any = None) -> None:
         """Draws the bar; see `tqdm.refresh`."""
-        if nolock or lock_args:
-            return super().refresh(nolock, lock_args)
-        with self.get_lock():
-            return super().refresh(nolock=True)
+        with nullcontext() if nolock else self.get_lock():
+            super().refresh(nolock=True)
 
     def clear(self, nolock: bool = False) -> None:
         """Removes the bar from the screen; see `tqdm.clear`."""
-        if nolock:
-            return super().clear(nolock)
-        with self.get_lock():
-            return super().clear(nolock=True)
+        with nullcontext() if nolock else self.get_lock():
+            super().clear(nolock=True)
 
 
 class Progress(Tracker):
