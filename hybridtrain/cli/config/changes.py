@@ -70,7 +70,7 @@ class Change:
     @property
     def is_new(self) -> bool:
         """True if the run has no such key."""
-        return self.of_run == _MISSING
+        return bool(self.of_run == _MISSING)
 
     @property
     def is_identity(self) -> bool:
