@@ -167,9 +167,9 @@ def test_what_is_wrong_in_a_chat_file_is_fixed_by_the_key_that_the_error_names(c
     }  # fmt: skip
     for key, sample in files.items():
         Path("data/chats.jsonl").write_text((json.dumps(sample) + "\n") * 20)
-        said = fail(capfd, *RUN, "--dry-run")
+        said = fail(capfd, *RUN, "trainer.steps=1", "--dry-run")
         (way_out,) = re.findall(rf"(?:set|by) (data\.{key}\w+)", said)
-        said = succeed(capfd, *RUN, "--dry-run", way_out)
+        said = succeed(capfd, *RUN, "trainer.steps=1", "--dry-run", way_out)
         assert "data: 19 samples to train on, 1 held out" in said
     assert "ShareGPT (conversations); columns not used: tools" in said
 
