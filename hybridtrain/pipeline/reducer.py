@@ -38,7 +38,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from hybridtrain._base import torch_private as private
-from hybridtrain._base.accelerator import put
+from hybridtrain._base.accelerator import accelerator_of, put
 from hybridtrain._base.torch_private import scaler_found_inf
 from hybridtrain.errors import UserError, argument, setting
 from hybridtrain.pipeline.replicas import GradientSums
@@ -319,7 +319,7 @@ def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     bucket, and so on the stages and processes. So such gradients are copied: memory of their own is
     aligned.
     """
-    if gradients[0].is_cuda:
+    if accelerator_of(gradients[0].device) is not None:
         gradients = [
             gradient.clone()
             if gradient.storage_offset() * gradient.element_size() % _ALIGNED_BYTES
