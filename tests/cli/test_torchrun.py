@@ -162,7 +162,8 @@ def test_an_error_before_the_processes_meet_ends_those_that_no_launcher_ends() -
         forked.end(processes)
     said = [output.read_text() for output in outputs]
     assert [process.exitcode for process in processes] == [2, 2], said
-    assert "rank 1 failed before joining the other processes: optim.lr=-1 must be above 0" in said[0]
+    why = "rank 1 failed before joining the other processes: optim.lr=-1 must be above 0"
+    assert why in said[0]
     assert said[1] == ""
 
 
