@@ -48,11 +48,12 @@ RECIPES = {
     ],
     "bert_classifier": [
         *("data.path=paragraphs.jsonl", "model.source=./bert_512", "data.max_len=96"),
-        *("data.batch_size=32", "optim.lr=2e-4", "trainer.steps=100"),
+        *("data.batch_size=32", "optim.lr=2e-4", "trainer.steps=40"),
+        "lr_schedule.warmup_steps=10",
     ],
     "image_folder_vit": [
         *("data.root=images", "data.image_size=64", "data.batch_size=32", "data.workers=1"),
-        *("optim.lr=3e-4", "lr_schedule.warmup_steps=10", "trainer.steps=60"),
+        *("optim.lr=3e-4", "lr_schedule.warmup_steps=10", "trainer.steps=30"),
     ],
 }
 """The recipes, and what is set otherwise for two cores of a CPU."""
