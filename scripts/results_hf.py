@@ -191,17 +191,19 @@ def table(measured: dict[str, dict[str, dict[str, Any]]]) -> str:
             "ms per step",
             "peak MiB",
             "held-out loss",
-            "largest difference of a training loss",
+            f"difference of a training loss, first {WARM_UP} steps",
+            "all steps",
         ]
     ]
     for recipe, ways in measured.items():
         plain = ways["trainer"]["losses"]
         for way, found in ways.items():
-            apart = max(abs(a - b) for a, b in zip(found["losses"], plain, strict=True))
+            apart = [abs(a - b) for a, b in zip(found["losses"], plain, strict=True)]
+            differences = [f"{max(apart[:WARM_UP]):.1e}", f"{max(apart):.1e}"]
             lines.append([
                 f"`{recipe}`", WAYS[way], str(len(plain)), f"{found['step_ms']:.0f}",
                 f"{found['peak_mib']:,.0f}", f"{found['eval']:.4f}",
-                "" if way == "trainer" else f"{apart:.1e}",
+                *(["", ""] if way == "trainer" else differences),
             ])  # fmt: skip
     return markdown_table(lines)
 

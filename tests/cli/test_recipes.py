@@ -230,4 +230,9 @@ def test_the_page_of_recipes_has_the_results_that_were_measured_and_their_comman
         for side in ("hybridtrain", "plain"):
             assert f"{found[side]['loss']:.4f}" in row
             assert f"{found[side]['accuracy']:.4f}" in row
+    for recipe, found in json.loads((ROOT / "docs/assets/results_hf.json").read_text()).items():
+        rows = [line for line in lines if line.startswith(f"| `{recipe}` | ") and "device" in line]
+        rows += [line for line in lines if line.startswith(f"| `{recipe}` | ") and "stages" in line]
+        for row, way in zip(rows, ("trainer", "pipelined", "recipe"), strict=True):
+            assert f"| {found[way]['peak_mib']:,.0f} | {found[way]['eval']:.4f} |" in row
     assert all(f"| `{recipe}` |" in page for recipe in TINY)
