@@ -75,10 +75,10 @@ def _signature(module: nn.Module) -> _Signature:
     function = forward.__func__ if is_method else forward
     if not inspect.isfunction(function):
         return _Signature(_inspected(forward), {})
-    known = _known.setdefault(function, {})
-    if is_method not in known:
-        known[is_method] = _Signature(_inspected(forward), {})
-    return known[is_method]
+    of_function = _known.setdefault(function, {})
+    if is_method not in of_function:
+        of_function[is_method] = _Signature(_inspected(forward), {})
+    return of_function[is_method]
 
 
 def _inspected(forward: Callable[..., Any]) -> inspect.Signature:

@@ -307,9 +307,9 @@ class Trainer:
 
     def _tell_in_step(self, hook: str, *args: object) -> None:
         """Calls a hook of every step, of the callbacks that define it."""
-        callbacks, known = self.callbacks, self._found_for
-        # callbacks may come and go during a run; equal ones may be different objects
-        if callbacks != known or not all(map(is_, callbacks, known)):
+        callbacks, found_for = self.callbacks, self._found_for
+        # callbacks may come and go during a run
+        if len(callbacks) != len(found_for) or not all(map(is_, callbacks, found_for)):
             self._found_for, self._in_step = list(callbacks), {}
         if hook not in self._in_step:
             self._in_step[hook] = [each for each in callbacks if defines(each, hook)]

@@ -241,13 +241,13 @@ class _Signature(NamedTuple):
             TypeError: the forward does not take them.
         """
         if self.by_position is not None and len(args) <= len(self.by_position):
-            given = dict(zip(self.by_position, args, strict=False))
-            is_twice = not given.keys().isdisjoint(kwargs)
-            given.update(kwargs)
-            is_known = self.takes_more or given.keys() <= self.names.keys()
-            if is_known and not is_twice and self.required <= given.keys():
-                ordered = {name: given[name] for name in self.names if name in given}
-                ordered.update(given)
+            by_name = dict(zip(self.by_position, args, strict=False))
+            is_twice = not by_name.keys().isdisjoint(kwargs)
+            by_name.update(kwargs)
+            is_known = self.takes_more or by_name.keys() <= self.names.keys()
+            if is_known and not is_twice and self.required <= by_name.keys():
+                ordered = {name: by_name[name] for name in self.names if name in by_name}
+                ordered.update(by_name)
                 return ordered
         bound = self.of_forward.bind(*args, **kwargs)
         inputs: dict[str, Any] = {}

@@ -147,9 +147,10 @@ def joined(
             leaves.append(column[0])
         elif factors is not None:
             terms = [value for value, w in zip(column, factors, strict=True) if w]
-            total = column[0] * 0
             if terms:
                 total = torch.stack(torch._foreach_mul(terms, [w for w in factors if w])).sum(0)
+            else:
+                total = column[0] * 0
             is_whole = not column[0].is_floating_point() and not column[0].is_complex()
             leaves.append(total.round().to(column[0].dtype) if is_whole else total)
         elif isinstance(column[0], Tensor) and column[0].dim():

@@ -161,7 +161,7 @@ class Step:
 
     def _run_forwards(self) -> tuple[list[Late], HeldGraphs, list[list[Any]]]:
         late = [Late() for _ in self._parts]
-        one = torch.ones(())
+        gradient_of_root = torch.ones(())
 
         def head(microbatch: int, output: Any) -> HeadOutput:
             leaves = without_lazy(self._leaves_of(microbatch, output))
@@ -170,7 +170,7 @@ class Step:
                 root = torch.zeros((), requires_grad=True)  # where no output has a gradient
                 if self._places:
                     root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
-                return HeadOutput(list(map(_detached, leaves)), root, one)
+                return HeadOutput(list(map(_detached, leaves)), root, gradient_of_root)
 
         columns, held = self._model.run_forwards(self._parts, head, self._of_step)
         return late, held, columns

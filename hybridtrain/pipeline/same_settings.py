@@ -229,7 +229,7 @@ class SettingsCheck:
 
 
 def _published(world: World, key: str, here: RankFacts) -> Sequence[RankFacts]:
-    """Publishes the facts of this rank; returns those of all that have done so, without waiting.
+    """Publishes the facts of this rank; returns what ranks have published so far.
 
     Only the first rank whose facts differ from the first published ones needs them; the others get
     their own alone. Otherwise N ranks would make N^2 requests to the store.
