@@ -243,11 +243,11 @@ class _LossLayer(nn.Module):
 def given_costs(
     costs_at: Callable[[int], Sequence[LayerCost]], sizes: Sequence[LayerSize] | None = None
 ) -> CostTable:
-    """Returns a table of costs from a caller's function; without `sizes`, weights have 0 bytes."""
+    """Returns a table of costs from a caller's function; without `sizes`, nothing has bytes."""
     layers = len(costs_at(1))
     return CostTable(
         costs_at=cache(costs_at),
-        sizes=sizes or [LayerSize(0, 0)] * layers,
+        sizes=sizes or [LayerSize(0, 0, state=0)] * layers,
         host_ms=[(0.0, 0.0)] * layers,
     )
 
