@@ -636,8 +636,9 @@ class PartTrip(NumberedTrip):
             if self.stage in self._own:
                 self._check_path(self.stage)
                 self._enter_stage(self.stage, self.microbatch)
-                self.draws.enter_stage()
+                # first the place: a device's generator is seeded by it
                 self.draws.go_on(self._rehearsal.draws[self.stage])
+                self.draws.enter_stage()
 
     def _check_path(self, stage: int) -> None:
         if self.events != self._rehearsal.events[stage]:
