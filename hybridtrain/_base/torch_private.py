@@ -2,12 +2,12 @@
 
 Each docstring names the private API, and why no public API suffices. Check a new PyTorch release
 here first. Two private names are used elsewhere: `torch.utils._pytree`, which has no public
-counterpart, and `nn.Module._apply`, which `graph.segment.Segment` overrides because `nn.Module.to`
-calls it.
+counterpart, and `nn.Module._apply`, which `nn.Module.to` calls.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import inspect
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter, methodcaller
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,7 @@ __all__ = [
     "ddp_rebuild_buckets",
     "ddp_reset",
     "ddp_sync_buffers",
+    "deepcopy_of_modules",
     "draws_here",
     "end_loader",
     "find_random_operations",
@@ -113,6 +114,8 @@ __all__ = [
     "without_torch_function",
     "write_cuda_memory",
 ]
+
+_Modules = TypeVar("_Modules")
 
 FAKE_TENSOR_LIMITS = (
     DataDependentOutputException,
@@ -1139,3 +1142,26 @@ def end_loader(iterator: Any, kill: bool) -> None:
         # not an (index, batch) pair: makes the waiting thread raise
         iterator._worker_result_queue.put(None)
     iterator._shutdown_workers()
+
+
+def deepcopy_of_modules(
+    modules: _Modules, memo: dict[int, Any], parts: Callable[[_Modules], Iterable[nn.Module]]
+) -> _Modules:
+    """Returns `copy.deepcopy(modules, memo)` with parameters that are leaves.
+
+    `torch.jit.ScriptModule` copies its parameters with `clone`, which autograd records: a backward
+    of the copy would add to the gradients of the original.
+
+    Args:
+        modules: a module, or a pytree of modules.
+        memo: as for `copy.deepcopy`.
+        parts: returns all modules in `modules`, in the same order for the original and the copy.
+    """
+    with torch.no_grad():
+        copied = copy.deepcopy(modules, memo)
+    for original, twin in zip(parts(modules), parts(copied), strict=False):
+        if isinstance(original, torch.jit.ScriptModule):
+            copies = dict(twin.named_parameters(recurse=False))
+            for name, parameter in original.named_parameters(recurse=False):
+                copies[name].requires_grad_(parameter.requires_grad)
+    return copied

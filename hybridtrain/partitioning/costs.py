@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.patched_forwards import let_functions_call_copies
 from hybridtrain._base.tensors import byte_size, is_quantized_parameter, packed_weight
-from hybridtrain._base.torch_private import hooks_of
+from hybridtrain._base.torch_private import deepcopy_of_modules, hooks_of
 from hybridtrain.errors import ConfigError, setting
 from hybridtrain.graph import Layer
 from hybridtrain.options import OptimizerState
@@ -228,7 +228,7 @@ def copy_of(layer: Layer, replacement: Callable[[Tensor], Tensor]) -> nn.Module:
                     if isinstance(leaf, nn.Parameter) and not isinstance(value, nn.Parameter):
                         value = nn.Parameter(value, value.requires_grad)
                     memo[id(leaf)] = value
-        module = deepcopy(layer.module, memo)
+        module = deepcopy_of_modules(layer.module, memo, nn.Module.modules)
         let_functions_call_copies(zip(layer.module.modules(), module.modules(), strict=False), memo)
     except Exception as error:
         raise ConfigError(

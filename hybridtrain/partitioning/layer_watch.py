@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from hybridtrain._base.module_call import watch_calls
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import next_node_number, number_of_node
 from hybridtrain._base.values import structure_copy
@@ -144,7 +145,7 @@ class LayerWatch:
         running: list[nn.Module] = []
         following = 0
 
-        def on_begin(module: nn.Module, args: Any) -> None:
+        def on_begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal following
             # no stage can begin inside vmap or grad
             if running or torch._C._functorch.maybe_current_level() is not None:
@@ -161,15 +162,10 @@ class LayerWatch:
             if running and running[0] is module:
                 running.clear()
 
-        handles = []
-        for module in dict.fromkeys(self.modules):
-            handles.append(module.register_forward_pre_hook(on_begin))
-            handles.append(module.register_forward_hook(on_end, always_call=True))
-        try:
+        with ExitStack() as ends:
+            for module in dict.fromkeys(self.modules):
+                ends.callback(watch_calls(module, on_begin, on_end))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class _Starts:

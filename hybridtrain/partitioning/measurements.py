@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hybridtrain._base.construction import stand_in
 from hybridtrain._base.hardware import host_memory
 from hybridtrain._base.intra_op_threads import intra_op_threads, threads_per_lane
+from hybridtrain._base.module_call import watch_calls
 from hybridtrain._base.skip import pop, popped_by, skip_scope, stashed_by
 from hybridtrain._base.tensors import byte_size
 from hybridtrain._base.text_table import with_unit
@@ -161,12 +162,12 @@ class LayerProfiler:
                 popped = {name: pop(name) for name in popped_by(module)}
                 calls.append(_Call(*structure_copy((args, kwargs, popped), _detached)))
 
-        handle = module.register_forward_pre_hook(note, with_kwargs=True)
+        end = watch_calls(module, note, lambda *_: None)
         try:
             stopwatch = _Stopwatch(self._device, len(self._watch.names))
             self._watch.run(self._own_inputs(), self._precision, stopwatch)
         finally:
-            handle.remove()
+            end()
         return calls[0] if calls else None
 
     def _run(self) -> None:

@@ -17,7 +17,7 @@ model and the generators as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from hybridtrain._base.module_call import watch_calls
 from hybridtrain._base.skip import popped_by, skip_scope, stashed_by
 from hybridtrain._base.tensors import byte_size, bytes_of_module
 from hybridtrain._base.torch_private import FakeTensorMode
@@ -353,21 +354,14 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records the run in the block."""
-        handles = []
-        for name, module in self._net.named_modules():
-            if module is self._net or isinstance(module, torch.jit.ScriptModule):
-                continue
-            begin = module.register_forward_pre_hook(self._begin(name), prepend=True)
-            handles += [begin, module.register_forward_hook(self._end(name), always_call=True)]
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as ends, self:
+            for name, module in self._net.named_modules():
+                if module is not self._net:
+                    ends.callback(watch_calls(module, self._begin(name), self._end(name)))
+            yield
 
     def _begin(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch._C._functorch.maybe_current_level() is not None:
                 return  # no stage can begin inside vmap or grad
             self._events += 1

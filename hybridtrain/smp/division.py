@@ -64,7 +64,7 @@ def partitioned_model(
             log.info("partitioned by parameters, because costs cannot be estimated: %s", error)
             made = plan(net, replace(options, split="size"), example, world.stage_owners)
         begins = [names[0] for names in made.layer_names[1:]]
-        ran = net if world.processes_per_replica > 1 else observe(net, example.inputs)[1]
+        _, ran = observe(net, example.inputs)  # a forward may mark modules itself
         names = dict.fromkeys([*checkpointed_names(net), *checkpointed_names(ran)])
         return begins, list(names), table(made)
 

@@ -67,8 +67,10 @@ def values_read(net: nn.Module) -> dict[Place, Any]:
     by_roots: dict[tuple[int, ...], _Code] = {}
     for path, module in net.named_modules():
         kind, own = type(module), vars(module)
-        roots = [own.get("forward", kind.forward)]
-        roots += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        roots: list[Any] = []
+        if not isinstance(module, torch.jit.ScriptModule):  # its forward is no Python
+            roots.append(own.get("forward", kind.forward))
+            roots += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         reader = f"{kind.__name__}.forward"
         key = tuple(map(id, roots))
         if key not in by_roots:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hybridtrain._base.accelerator import put
+from hybridtrain._base.module_call import watch_calls
 from hybridtrain._base.torch_private import without_torch_function
 from hybridtrain._base.values import leaves_of
 
@@ -189,18 +190,11 @@ class Calls:
             noted: returns the copy of a pytree to record.
         """
         self._noted = noted
-        handles = []
-        for name, module in {id(module): (name, module) for name, module in modules}.values():
-            note_inputs = partial(self._note, self.inputs, name)
-            handles += [
-                module.register_forward_pre_hook(note_inputs, with_kwargs=True),
-                module.register_forward_hook(partial(self._note_output, name)),
-            ]
-        try:
+        with ExitStack() as ends:
+            for name, module in {id(module): (name, module) for name, module in modules}.values():
+                note_inputs = partial(self._note, self.inputs, name)
+                ends.callback(watch_calls(module, note_inputs, partial(self._note_output, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _note(self, into: dict[str, list[Any]], name: str, _: nn.Module, *values: Any) -> None:
         into.setdefault(name, []).append(self._noted(values))

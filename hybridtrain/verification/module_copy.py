@@ -6,7 +6,6 @@ other tensors (the `weight` of `torch.nn.utils.weight_norm` or of a pruned layer
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridtrain._base.patched_forwards import let_functions_call_copies
+from hybridtrain._base.torch_private import deepcopy_of_modules
 from hybridtrain.pipeline import remove_aliases
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) 
                     memo[id(value)] = value.detach().clone()
             elif isinstance(value, ModuleType):
                 memo[id(value)] = value
-    copied = copy.deepcopy(modules, memo)
+    copied = deepcopy_of_modules(modules, memo, _parts)
     let_functions_call_copies(zip(parts, _parts(copied), strict=False), memo)
     for original, twin in zip(parts, _parts(copied), strict=True):
         for name, parameter in original._parameters.items():

@@ -32,6 +32,7 @@ SHOWN_ERRORS = ("docs/tutorials/does-not-fit.md",)
 # are run with `FEW_STEPS`.
 FEW_STEPS = ["trainer.epochs=null", "trainer.steps=2"]
 OVERRIDES: dict[str, list[str]] = {
+    "docs/callbacks.md": ["trainer.epochs=null", "trainer.steps=11"],  # of eval_every=5, two
     "docs/checkpoints.md": [],  # 23 steps an epoch
     "docs/data-sets.md": [*FEW_STEPS, "lr_schedule.warmup_steps=0", "data.batch_size=8"],
     "docs/project.md": [],

@@ -532,8 +532,8 @@ def attributes_of(net: nn.Module) -> Hashable:
         for name, value in vars(part).items():
             if name in _OF_MODULES or _is_plain(value) or id(value) in objects:
                 continue  # most layers have the same config
-            if isinstance(value, Tensor | nn.Module):
-                continue
+            if isinstance(value, Tensor | nn.Module | torch.ScriptObject):
+                continue  # the last: of C++, whose methods may not be there
             if isinstance(value, Sized):
                 objects[id(value)] = len(value)
             elif hasattr(value, "__dict__"):
