@@ -75,6 +75,7 @@ def rename_into_place(root: Path, temporary: Path, step: int) -> Path:
     target = path_of(root, step)
     if numbers := [number for other, number, _ in published(root) if other == step]:
         target = target.with_suffix(f".{numbers[-1] + 1}")
+    # Atomic within a file system: a reader sees the whole directory or none.
     os.rename(temporary, target)
     sync_directory(root)  # before any older checkpoint is removed
     return target
@@ -82,6 +83,7 @@ def rename_into_place(root: Path, temporary: Path, step: int) -> Path:
 
 def tidy(root: Path, step: int, newest: Path) -> None:
     """Removes the older generations of `step` and gives the newest the plain name."""
+    # If the process dies here, `step.1` is still published, and the next save removes the rest.
     if retired := [_retire(root, p) for p in generations(root, step) if p != newest]:
         # the old name must be gone on disk before the new checkpoint takes it
         sync_directory(root)
@@ -138,6 +140,7 @@ def write_best(root: Path, best: Best) -> None:
     entries = {name: value for name, value in asdict(best).items() if value is not None}
     content = json.dumps(entries).encode() + b"\n"
     try:
+        # A new file and a rename: a reader finds the old mark or the new one.
         write_file(temporary, lambda file: file.write(content))
         os.rename(temporary, root / BEST)
         sync_directory(root)
