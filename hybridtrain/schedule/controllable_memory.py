@@ -106,8 +106,10 @@ def _repeated(name: str, blocks: Sequence[_Block], chunks: int, most_held: int) 
     held = [0] * len(blocks)
     made: set[tuple[str, int, int]] = set()
     while any(upcoming) or any(weights):
+        # Products of this unit of time are there only in the next one.
         made_now: list[tuple[str, int, int]] = []
         for d, lane in enumerate(lanes):
+            # Twice, because a device counts each micro-batch in both of its stages.
             full = held[d] == 2 * most_held
             action = next(
                 (

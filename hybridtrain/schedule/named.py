@@ -96,6 +96,7 @@ def zero_bubble_h1(devices: int, chunks: int) -> Schedule:
         lane = [Action("F", d, i) for i in range(warm_up)]
         for k in range(chunks):
             lane.append(Action("I", d, k))
+            # A W is delayed by the device's number, so that it fills the wait at the end.
             if k >= d:
                 lane.append(Action("W", d, k - d))
             if warm_up + k < chunks:
@@ -223,6 +224,8 @@ def merge_backwards(table: Schedule, durations: Durations) -> Schedule:
                 end = begins[stage, microbatch] + durations.backward[stage]
                 if stage:
                     end += durations.transfer[stage - 1]
+                # The stage before does not wait for the first part, so a whole backward delays
+                # nobody.
                 if not stage or begins[stage - 1, microbatch] >= end - _ROUNDING:
                     lane[-1] = action._replace(kind="B")
                     continue

@@ -166,10 +166,12 @@ def spans_of(
     spans: list[list[Span]] = [[] for _ in schedule.lanes]
     clock = [0.0] * len(schedule.lanes)
     copying = [] if copies is None else [_CopyLane(schedule, copies) for _ in schedule.lanes]
+    # In this order everything an action needs has an end already.
     for device, action in schedule.in_one_order:
         kind, stage, microbatch = action
         start = clock[device]
         if kind == "F" and stage > 0:
+            # A message takes its time while both devices go on, so it only delays the receiver.
             start = max(start, forward_ends[stage - 1][microbatch] + ways[stage - 1])
         elif kind in "BI" and stage + 1 < schedule.stages:
             start = max(start, gradient_ends[stage + 1][microbatch] + ways[stage])

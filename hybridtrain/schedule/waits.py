@@ -77,7 +77,9 @@ def late_starts(
     """
     starts = _starts(schedule, measured)
     delays = {action: max(0.0, start.start - start.ready) for action, start in starts.items()}
+    # Their inputs are on the same device, so nothing but the host can delay them.
     alone = [delay for action, delay in delays.items() if not starts[action].crosses]
+    # The median, because a garbage collection or a log line delays single actions.
     usual = median(alone or [0.0])
     between = {a: min(delay, usual) if starts[a].crosses else delay for a, delay in delays.items()}
     return delays, between
@@ -119,6 +121,7 @@ def critical_path(measured: Spans) -> list[Action]:
         before = [*start.needed, *([] if start.before is None else [start.before])]
         if not before:
             return path[::-1]
+        # The latest of what it had to wait for is what it did wait for.
         path.append(max(before, key=ends.__getitem__))
 
 
