@@ -125,6 +125,7 @@ def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = Non
         except CheckpointError as error:
             problems.append(str(error))
             continue
+        # A checkpoint with a base has taken the prefix off already.
         tensors = (opened if opened.prefix else opened.below(record["prefix"])).base_tensors
         # The adapter was trained on these weights: others of the same shapes would give nonsense
         # without an error.

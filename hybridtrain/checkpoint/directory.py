@@ -62,6 +62,7 @@ def published(root: Path) -> list[tuple[int, int, Path]]:
     if not root.is_dir():
         return []
     matches = ((PUBLISHED.fullmatch(path.name), path) for path in root.iterdir())
+    # By number: the text of a step with nine digits sorts before one with eight.
     return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
 
 
@@ -151,5 +152,6 @@ def write_best(root: Path, best: Best) -> None:
 def _retire(root: Path, path: Path) -> Path:
     """Hides a checkpoint under a temporary name, so that no reader finds it half removed."""
     hidden = root / f"{TEMPORARY}{uuid4().hex}"
+    # Atomic: a reader that has opened files of it keeps them.
     os.rename(path, hidden)
     return hidden

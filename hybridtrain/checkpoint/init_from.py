@@ -237,6 +237,8 @@ def _frozen_layers(net: nn.Module, adapter: Adapter, report: InitReport) -> list
             lacking.add(base_name)
     others = {name for name in names.values() if name} - lacking
     layers: dict[str, None] = {}
+    # From each parameter upward, as long as the source has nothing below: the largest layer is the
+    # shortest advice.
     for name in sorted(lacking):
         layer = name.rpartition(".")[0] or name  # a parameter of the model itself
         while (parent := layer.rpartition(".")[0]) and not any(
@@ -256,6 +258,7 @@ def under_all_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
     """
     chosen, _ = match_weights(net, weights, "")
     tensors = split_state(loadable_state(net, weights))[0]
+    # Tied parameters are the same object here, see `loadable_state`.
     aliases = without_aliases(tensors)[1]
     by_first = {aliases.get(name, name): value for name, value in chosen.items()}
     return {

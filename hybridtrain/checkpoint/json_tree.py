@@ -97,6 +97,7 @@ def _pack(value: Any, what: str, path: str, tensors: dict[str, Tensor]) -> Any:
         plain = all(type(key) is str for key in value)
         if plain and not (len(value) == 1 and next(iter(value)).startswith("$")):
             return {key: inner(item, key) for key, item in value.items()}
+        # Keys may be anything that can be stored, such as the numbers of parameters.
         pairs = [[inner(key, f"{key}.key"), inner(item, key)] for key, item in value.items()]
         return {"$dict": pairs}
     if isinstance(value, list):

@@ -189,6 +189,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     try:
         content = json.loads(raw)
+        # Taken out: it covers the rest, as `render_manifest` computes it.
         found_crc32 = content.pop("crc32")
         version = content["format"]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:

@@ -206,6 +206,7 @@ def restore_run(
     saved = restore_checkpoint(
         checkpoint, step.model, step.optimizer, {"progress": progress or step}, states
     )
+    # After the optimizer's state: a schedule changes its learning rates.
     if step.lr_schedule is not None:
         replay(step.lr_schedule, step.number)
     return saved

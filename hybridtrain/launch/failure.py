@@ -38,6 +38,7 @@ from hybridtrain.launch.watchdog import Watchdog, current
 _WAIT_FOR_CAUSE_S = 3.0
 _WAIT_FOR_LOST_S = 0.3
 
+# By text, because gloo and NCCL raise plain RuntimeErrors for everything.
 _BROKEN_CONNECTION = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -94,6 +95,7 @@ def find_cause(error: BaseException, watchdog: Watchdog) -> Failure | None:
     has_timed_out = _has_timed_out(error)
     # perhaps by the launcher, because another process has died
     is_interrupted = isinstance(error, KeyboardInterrupt)
+    # Any other error is this process's own.
     if not (is_copy or is_broken or has_timed_out or is_interrupted):
         return None
     # Short after an interrupt: a user may be waiting for the prompt.

@@ -170,6 +170,8 @@ def is_second(number: int, first: float | None, now: float) -> bool:
     """
     if first is None:
         return False
+    # A terminal's Ctrl-C without a launcher reaches the process once, so a second one is the
+    # user's.
     passed_on = number == signal.SIGTERM or any(name in os.environ for name in _LAUNCHERS)
     return not passed_on or now - first >= _PASSED_ON_S
 

@@ -119,6 +119,7 @@ def report(activity: Activity) -> Report:
         # A thread may have been the last one of several lanes, see `LaneActivity`.
         lanes = [lane for lane in activity.lanes if lane.thread == thread.ident]
         actions = [lane.action for lane in lanes if lane.action]
+        # Threads without an action, such as this one, are not what the run waits for.
         if frame is None or not (thread is main or actions):
             continue
         blame, action = _blame(frame), ""
@@ -275,6 +276,7 @@ class Progress:
         if work is None:
             return self._stall_s
         phase, steps = work.phase, self._record.steps
+        # Counted from the phase's own first step: a run's first evaluation may come late.
         first = steps - self._record.entered.get(phase, steps) <= _FIRST_STEPS
         # processes synchronize only at the end of an evaluation, where they may wait for the first
         # batch of one

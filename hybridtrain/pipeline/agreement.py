@@ -123,7 +123,7 @@ class BatchCheck:
 
         A process that calls this where it waits for another one loses no time.
         """
-        # Called in every wait of a step, by the one thread of the process's lane.
+        # Called in every wait of a step; only the first call does something.
         if not self._is_merged or self._works is not None:
             return
         world, last = self._world, self._world.processes_per_replica - 1

@@ -79,7 +79,6 @@ def run_from(
         return
     roots, gradients = zip(*starts, strict=True)
     run_backward(
-        # `allow_unreachable`, because a root may be a leaf or have no path to any of the inputs.
         roots, gradients, retain_graph, False, tuple(inputs), allow_unreachable=True,
         accumulate_grad=True,
     )  # fmt: skip

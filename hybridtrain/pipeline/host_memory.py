@@ -87,7 +87,6 @@ class HostMemory:
             self._take_back()
             in_use = self._in_use.get(size, 0) + 1
             free = self._free.get(size)
-            # The last one that came back: its pages are the likeliest to be in a cache.
             memory, ready = free.pop() if free else (self._new(size), None)
             self._in_use[size] = in_use
             self._most_in_use[size] = max(in_use, self._most_in_use.get(size, 0))
@@ -109,9 +108,9 @@ class HostMemory:
         while self._returned:
             memory, ready = self._returned.popleft()
             size = memory.numel()
+            self._in_use[size] -= 1
             # The event goes along: the copy out of the buffer may still run, and the next user
             # waits for it.
-            self._in_use[size] -= 1
             self._free.setdefault(size, []).append((memory, ready))
 
     def _new(self, size: int) -> Tensor:

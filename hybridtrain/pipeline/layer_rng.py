@@ -150,7 +150,7 @@ class LayerRNG:
     def rehearsing(self) -> LayerRNG:
         """Returns the same random numbers, for a forward that leaves no trace in these."""
         scratch = copy.copy(self)
-        # The rest may be shared: a forward only reads it.
+        # What `note_draw` writes.
         scratch.counts, scratch._seen = {}, set()
         # Nothing is drawn on fake tensors, and a real device's generator must not be touched.
         scratch.own_generator = None
@@ -449,7 +449,7 @@ class _ForwardDraws(_SeededDraws):
     @property
     def counts(self) -> tuple[int, int, Mapping[int, int]]:
         """The layer, the unit, and how often each unit has drawn, for `go_on`."""
-        # A copy: it is sent while this forward may go on.
+        # A copy: the forward goes on, and changes its own.
         return self.layer, self.unit, dict(self._counts)
 
     @property

@@ -56,8 +56,8 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0)
     on_gpu, large, small = _divided(tensors)
     group = _group(world)
     pending = _batch(dist.isend, on_gpu, world, peer)
-    # Gloo matches the messages of a pair and tag in order of their start, so the two ends divide
-    # their tensors alike: `_divided` looks at sizes only.
+    # Gloo matches the messages of a pair and tag in order of their start, so both ends divide their
+    # tensors alike: by device and size, which both know.
     pending += [group.send([tensor], peer, tag) for tensor in large]
     if small:
         joined = torch.cat(list(map(_bytes_of, small)))

@@ -187,7 +187,6 @@ class GradientSums:
         # not the time.
         while self._waiting and (parent := self._parents.get((self._waiting[-1][0], node))):
             _, left = self._waiting.pop()
-            # The left one first: floating-point sums round by their order.
             _add(left, sums)
             node, sums = parent, left
         self._waiting.append((node, sums))

@@ -252,6 +252,7 @@ def _of_table(name: str, table: Schedule) -> RegisteredSchedule:
     validate(table)
     devices = len(table.lanes)
     per_device = table.stages // devices
+    # Read off the table: a file does not say its placement.
     on_v = all(place_of(s, devices, "v") == device for s, device in table.lane_of.items())
 
     def first_microbatches(nb_part: int, chunks: int) -> Schedule:
@@ -330,6 +331,7 @@ def _in_blocks(
 ) -> Schedule:
     """Concatenates schedules for `size` micro-batches at a time."""
     lanes: list[list[Action]] = [[] for _ in range(devices)]
+    # One block must end before the next begins, so no more than `size` are in flight.
     for block in even_parts(chunks, -(-chunks // size)):
         part = entry.build(devices, len(block), stages_per_device)
         for lane, actions in zip(lanes, part.lanes, strict=True):

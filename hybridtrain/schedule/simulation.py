@@ -181,6 +181,7 @@ def spans_of(
             start = copying[device].before(action, clock[device], start)
         end = clock[device] = start + seconds(action)
         if copying:
+            # On a CPU the device itself copies, and is not free before that.
             clock[device] = copying[device].after(action, end)
         if kind == "F":
             forward_ends[stage][microbatch] = end
@@ -226,6 +227,7 @@ class _CopyLane:
             free = max(free, self._left[-2])
             start = max(start, free)
         for held in self._copies[action].back:
+            # Not before it has left: a copy back reads what the copy to the host has written.
             begin = max(free, self._away.pop(held, 0.0)) if self._overlaps else start
             self._there[held] = end = self._copy(held, True, begin)
             if not self._overlaps:
@@ -248,6 +250,8 @@ class _CopyLane:
         needs = (self._times.back if back else self._times.away)[stage]
         # the other copy, which is earlier, keeps its end
         together = max(0.0, self._clocks[not back] - start)
+        # The part of this copy that runs beside one in the other direction is slower by this
+        # factor.
         slow = min(needs * self._times.both, together)
         end = start + slow + needs - slow / self._times.both
         self._clocks[back] = end

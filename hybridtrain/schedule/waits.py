@@ -91,6 +91,7 @@ def waits(measured: Spans) -> list[Wait]:
     between = late_starts(schedule, measured)[1]
     intervals = []
     for action, start in _starts(schedule, measured).items():
+        # In order: first nothing to take, then a message, and last the host's own delay.
         on_its_way = start.start - between[action]
         reasons: dict[WaitFor, float] = {"stage": start.ready, "message": on_its_way}
         begin = start.free
@@ -132,6 +133,7 @@ def _starts(schedule: Schedule, measured: Spans) -> dict[Action, _Start]:
         **{("F", a.stage, a.microbatch): a for a in ends if a.kind == "F"},
         **{("I", a.stage, a.microbatch): a for a in ends if a.kind in "BI"},
     }
+    # A device is free from the beginning of the step, not from its first action.
     first = window(measured)[0]
     starts = {}
     for device, lane in enumerate(measured):
