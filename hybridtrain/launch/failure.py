@@ -162,6 +162,7 @@ def first_failure(
     # Its store would not answer until the limit.
     if watchdog.main_is_stopped:
         raise TimedOut("rank 0, which serves the store, is stopped")
+    # On the main thread's connection, which is free: this thread waits meanwhile.
     return within(STORE_S, decide)
 
 

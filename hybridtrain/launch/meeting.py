@@ -351,6 +351,7 @@ def check_reachable(store: Store, launch: Launch, environ: Mapping[str, str]) ->
         return
     address = [socket.gethostname(), _is_loopback(environ), _interfaces()]
     store.set(f"address/{launch.rank}", json.dumps(address))
+    # `get` waits for each rank, and all publish before they read.
     addresses = [json.loads(store.get(f"address/{rank}")) for rank in range(launch.size)]
     # Several launchers on one host: their processes reach each other by its loopback address.
     if len({host for host, _, _ in addresses}) == 1:

@@ -28,6 +28,8 @@ from hybridtrain.launch.process_id import end_with_parent
 # How long the other processes have to end when one has failed, and after a signal.
 _GRACE_S = 15.0
 _CHILD = "from hybridtrain.launch.notebook import run_child; run_child()"
+# With variables of an outer launcher a child would take itself for one of that launcher's
+# processes.
 _FOREIGN = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
 
 

@@ -102,6 +102,7 @@ class ProcessStore:
 
     def clone(self) -> ProcessStore:
         """Returns a `ProcessStore` with a separate connection, for another thread."""
+        # A single process has nobody to exchange facts with: its clone begins with an empty store.
         store = self._store.clone() if self.size > 1 else None
         clone = ProcessStore(store, self.rank, self.size)
         clone._places = self._places

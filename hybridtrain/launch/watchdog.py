@@ -65,6 +65,7 @@ _TORCH = Path(str(getattr(find_spec("torch"), "origin", ""))).parent
 _LIBRARY = Path(__file__).parents[1]
 _STDLIB = Path(threading.__file__).parent
 
+# `<` as in `<frozen importlib>`, and code without a file.
 _NOT_THE_USERS = (str(_LIBRARY), str(_TORCH), str(_STDLIB), "<")
 
 _NEUTRAL = tuple(str(_STDLIB / name) for name in ("threading.py", "queue.py", "contextlib.py"))
@@ -442,6 +443,7 @@ class Watchdog:
             targets = [self._watch]
             if self._store.size > 1:
                 targets.append(self._guard)
+            # Daemon: a store call that never returns must not keep the process alive.
             self._threads = [
                 threading.Thread(target=target, name="watchdog", daemon=True) for target in targets
             ]
@@ -461,6 +463,7 @@ class Watchdog:
             within(VERDICT_S, self.store.leave)
         self.end_threads()
         atexit.unregister(self.end_threads)
+        # A later run of this process begins with the limits of first steps again.
         self._activity.set(None)
 
     def end_threads(self) -> None:

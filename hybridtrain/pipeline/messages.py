@@ -164,6 +164,7 @@ def pack(
     # `requires_grad` travels too: the receiver computes gradients for these values alone, and this
     # process waits for as many.
     formats = [
+        # Strides too, because the order in which kernels add depends on them.
         TensorFormat(tuple(t.shape), _dense_strides(t), t.dtype, t.requires_grad, t.device == _CPU)
         for t in tensors
     ]

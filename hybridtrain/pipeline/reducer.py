@@ -203,8 +203,8 @@ class StageReducer:
             # An all-reduce that the failed step has begun may still wait for a process that has
             # failed before it: it would write into these buckets, or take part in the next one.
             self._has_failed = False
-            # Collective. All processes of the group come here, since a failed step is an error in
-            # each of them.
+            # Collective: the members meet here again, because a failed step has failed in each of
+            # them, in one that waited by its timeout.
             self._group = self._world.new_group_like(self._group)
             use_in_sync_batch_norms(self._module, self._group)
             self.build()

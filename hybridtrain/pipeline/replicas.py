@@ -233,6 +233,7 @@ class GradientSums:
         """Completes the gradients if no other process has the stage."""
         self._check_all_replicas()
         self._set_aside(self._owned.stop - 1)
+        # One: all replicas are here, so the tree is complete.
         ((_, sums),) = self._waiting  # of all replicas
         for place, gradient in sums.items():
             self._parameters[place].grad = gradient
@@ -243,6 +244,8 @@ class GradientSums:
         Raises:
             BatchError: it ends earlier.
         """
+        # Otherwise the tree would lack leaves, and the processes would exchange different numbers
+        # of sums.
         if self._replica != self._owned.stop - 1:
             raise BatchError(
                 f"a step ends with a batch of replica {self._replica}, but this process runs "
@@ -370,5 +373,6 @@ def _add(sums: dict[int, Tensor], others: dict[int, Tensor]) -> None:
     if both:
         # `sums` holds the left subtree. Its memory is this object's own, so it can be changed.
         torch._foreach_add_([sums[place] for place in both], [others[place] for place in both])
+    # A parameter that only one half has used keeps that half's gradient.
     for place in others.keys() - sums.keys():
         sums[place] = others[place]
