@@ -217,12 +217,14 @@ class World:
         world.timeout_s, world.stall_s = timeout_s, stall_s
         if devices == "auto" and gpus and world.devices[0].type == "cpu":
             world.unused_gpus = gpus_left_out(len(world.devices), launch, gpus)
+        # Before anything can block: a launcher that is killed cannot end its processes.
         end_with_parent()
         if world.size == 1:
             return world._watched(None)
         store = _meet(launch, world.devices, timeout_s)
         # before the process groups: their creation waits for all processes
         world._watched(store)
+        # For the watchdog, which has started: a process may die while the groups are made.
         with activity.waiting():
             try:
                 world._object_group = _join(launch, world.backend, store, timeout_s)
@@ -320,6 +322,7 @@ class World:
         check_logical_replicas(self.fixed_replicas, self.size // per_replica)
         check_replica_shares(self.replica_shares, self.size // per_replica, self.fixed_replicas)
         if own_devices[0].type == "cuda":
+            # NCCL and new tensors use the current device of the thread.
             torch.cuda.set_device(own_devices[0])
         divided = replace(self, devices=own_devices, processes_per_replica=per_replica)
         return divided._with_pipeline_groups()
@@ -328,6 +331,7 @@ class World:
         """Adds the groups of the processes that share a pipeline; a collective call."""
         uses_nccl = self.backend == "nccl"
         if self.size > 1 and uses_nccl:
+            # Before the first communicator, for which NCCL reads its variables.
             self._share_or_refuse(self.gather(physical_gpus(self.devices)))
             # Allocate NCCL's memory now, not in the middle of a run: `sum` and `broadcast_tensor`
             # take tensors of the first and the last stage
@@ -360,6 +364,7 @@ class World:
         is_one_host = len({gpu.split()[0] for of_rank in gpus for gpu in of_rank}) == 1
         version: tuple[int, ...] = torch.cuda.nccl.version()
         for name, value in nccl_variables(version, self.rank, is_one_host).items():
+            # What the user has set wins.
             os.environ.setdefault(name, value)
         if self.is_main:
             several = max(map(len, shared.values()))
@@ -373,6 +378,7 @@ class World:
     def _connect(self, group: dist.ProcessGroup | None, devices: Iterable[torch.device]) -> None:
         """Makes NCCL create a group's communicators, which it does in the first collective."""
         for device in devices:
+            # The result is not read, so the host does not wait for the GPU.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def _connected_edges(self, backend: str) -> dict[tuple[int, int], dist.ProcessGroup]:
@@ -386,22 +392,28 @@ class World:
         """
         here, timeout = self.pipeline_rank, timedelta(seconds=self.timeout_s)
         groups = {}
+        # Every process makes all groups, also those that it is no part of: `new_group` is a call of
+        # all.
         for replica in range(self.data_parallel_size):
             for edge in edges_of(self.processes_per_replica):
                 group = _new_group(backend, timeout, [self.rank_of(replica, at) for at in edge])
                 if replica == self.data_parallel_rank and here in edge:
                     groups[edge] = group
+        # In the order of `edges_of`, which is the same at both ends of an edge.
         for (sender, receiver), group in groups.items():
             operation, peer = (dist.isend, receiver) if here == sender else (dist.irecv, sender)
             signal = torch.zeros(1, device=self.wire_device)
             message = dist.P2POp(operation, signal, group=group, group_peer=int(peer > here))
             for work in dist.batch_isend_irecv([message]):
+                # Connected one after another; see `edges_of` for why that is no chain through all
+                # processes.
                 work.wait()
         return groups
 
     def _new_pipeline_group(self, backend: str | None, timeout: timedelta) -> dist.ProcessGroup:
         """Creates the groups of all replicas (a collective call) and returns this replica's."""
         places = range(self.processes_per_replica)
+        # All replicas' in the same order in all processes, since `new_group` is a call of all.
         groups = [
             _new_group(backend, timeout, [self.rank_of(replica, place) for place in places])
             for replica in range(self.data_parallel_size)
@@ -411,6 +423,7 @@ class World:
     def _watched(self, store: Store | None) -> World:
         """Starts a watchdog and returns this World."""
         running = current()
+        # A second one would publish under the same keys of the store.
         if self.size > 1 and running is not None and running.store.size > 1:
             self.watchdog = running  # of another World of these processes
             return self
@@ -535,6 +548,8 @@ class World:
         """Creates another group of the members of `group`, which call it together."""
         return cast(
             dist.ProcessGroup,
+            # Local synchronization: only the members call this, while the other stages' processes
+            # go on.
             dist.new_group(
                 dist.get_process_group_ranks(group),
                 backend=self.backend,
@@ -553,6 +568,7 @@ class World:
                 gets the group.
         """
         self._check_open()
+        # Two saves at once would mix their collectives in one group.
         if self._wait_for_save is not None and self._wait_for_save != wait:
             self._wait_for_save()
         self._wait_for_save = wait
@@ -601,6 +617,8 @@ class World:
             result = action()
         except Exception as error:
             failure = error
+        # Every process comes here, whatever `action` did: this is the collective that ends the wait
+        # of the others.
         problem = agree(None if failure is None else Problem.of(self.rank, failure))
         try:
             if failure is not None and problem is not None and problem.rank == self.rank:
@@ -623,6 +641,7 @@ class World:
         if self.size == 1:
             return value
         self._check_open()
+        # So that the watchdog notices an ended process while this one waits between two steps.
         with activity.waiting():
             return cast(T, objects.broadcast(value, self._object_group, 0))
 
@@ -670,8 +689,10 @@ class World:
         if self.size == 1:
             return True
         try:
+            # On the group of objects: only gloo has this barrier.
             dist.monitored_barrier(self._object_group, timedelta(seconds=seconds))
         except RuntimeError:
+            # The caller raises: the group is of no use with processes that have not come.
             return False
         return True
 
@@ -707,9 +728,11 @@ class World:
         threads that average gradients end with their model.
         """
         if self.watchdog is not None:
+            # Before the groups: a connection that closes must not look like a failure.
             self.watchdog.close()
             restore_signals()
         if self.size > 1 and dist.is_initialized():
+            # All groups, also those of the models.
             dist.destroy_process_group()
             self._closed = True
             # drop the last references to the groups
@@ -725,6 +748,7 @@ class World:
             )
 
     def __deepcopy__(self, memo: Any) -> World:
+        # A copy of a model belongs to the same processes.
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -741,6 +765,7 @@ def edges_of(processes: int) -> list[tuple[int, int]]:
     connect them. So no process has more than four, however many stages it has. The order lets
     edges without a common process connect at the same time: 0-1, 2-3, ..., then 1-2, 3-4, ...
     """
+    # A set, because with two processes both neighbors are the same one.
     pairs = {tuple(sorted((place, (place + 1) % processes))) for place in range(processes)}
     ordered = sorted(pairs, key=lambda pair: (pair[0] % 2, pair))
     return [edge for low, high in ordered for edge in ((low, high), (high, low))]
@@ -826,6 +851,7 @@ def _meet(launch: Launch, devices: Sequence[torch.device], timeout_s: float) -> 
     """Returns the store of the processes, which have all joined."""
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
+    # The script has made its own group: its processes have met already.
     if dist.is_initialized():
         return get_default_store()
     check_interface(os.environ)

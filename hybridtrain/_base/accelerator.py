@@ -136,6 +136,7 @@ class Cuda:
     def using(self, streams: Iterable[Any]) -> Iterator[None]:
         with ExitStack() as stack:
             for stream in streams:
+                # Also makes the stream's device the current one, until the block ends.
                 stack.enter_context(torch.cuda.stream(stream))
             yield
 
@@ -212,12 +213,14 @@ class PendingNumbers:
     """
 
     def __init__(self, values: Sequence[Tensor]) -> None:
+        # One copy for all; in double, which holds each of the dtypes exactly.
         stacked = torch.stack([value.detach().double() for value in values])
         accelerator = accelerator_of(stacked.device)
         self._ready: Event | None = None
         self._copy = stacked
         if accelerator is not None:
             self._copy = accelerator.to_host(stacked)
+            # In the same stream, so after the copy.
             self._ready = accelerator.record_event(accelerator.current_stream(stacked.device))
 
     def numbers(self) -> list[float]:

@@ -87,6 +87,7 @@ class CodecError(UserError):
 
 def allow(kinds: Iterable[type]) -> None:
     """Lets this process exchange objects of these dataclasses, named tuples and enums."""
+    # By name, as decoded: the sender's class is the receiver's class of that name.
     _allowed.update({_name(kind): kind for kind in kinds if _is_data(kind)})
 
 
@@ -101,6 +102,7 @@ def classes_around(kinds: Iterable[type]) -> set[type]:
         for base in kind.__mro__
         if base.__module__ in sys.modules and base.__module__.partition(".")[0] not in _LIBRARIES
     }
+    # Only modules of the same package: a library that it imports may define any class.
     packages = {module.__name__.partition(".")[0] for module in modules}
     modules |= {
         value
@@ -170,6 +172,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
             _write(content, parts, depth + 1)
 
     def several(tag: bytes, items: Iterable[Any]) -> None:
+        # The number is written first.
         items = list(items)
         parts.append(tag + _LENGTH.pack(len(items)))
         for item in items:
@@ -181,6 +184,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
     if value is None or kind is bool or value is ...:
         parts.append(next(tag for tag, single in _SINGLES.items() if single is value))
     elif kind is int:
+        # One bit more than the number needs, for the sign.
         sized(b"i", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
     elif kind is float:
         parts.append(b"f" + _FLOAT.pack(value))
@@ -196,6 +200,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
         several(b"d", (part for pair in value.items() for part in pair))
     elif kind is set or kind is frozenset:
         # in the same order for equal sets in all processes
+        # Callers compare encodings, also of different processes, whose sets are in any order.
         encoded = sorted(map(encode, value))
         parts.append((b"S" if kind is set else b"Z") + _LENGTH.pack(len(encoded)))
         parts.extend(encoded)
@@ -210,6 +215,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
     elif kind is Tensor or kind is nn.Parameter:
         _write_tensor(value, parts, depth)
     elif kind is np.ndarray or isinstance(value, np.generic):
+        # No object arrays: their bytes are addresses.
         if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
             raise CodecError(f"it contains a NumPy value of dtype {value.dtype}")
         tagged(b"a" if kind is np.ndarray else b"g", value.dtype.str, value.shape, value.tobytes())
@@ -223,6 +229,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
     elif isinstance(value, PurePath):
         sized(b"P", str(value).encode("utf-8", "surrogatepass"))
     elif isinstance(value, Enum):
+        # By name, and a combination of flags has none.
         if kind.__members__.get(value.name or "") is not value:
             raise CodecError(f"it contains {value!r}, a combination of flags")
         tagged(b"e", kind, value.name)
@@ -261,6 +268,7 @@ def _write_tensor(tensor: Tensor, parts: list[bytes], depth: int) -> None:
         )
     data = b""
     if not tensor.is_meta:
+        # Lazy bits are resolved, because the bytes of the memory are sent.
         dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
     parts.append(b"x")
@@ -285,6 +293,7 @@ class _Reader:
     def value(self, depth: int) -> Any:
         """Reads a value at nesting depth `depth`."""
         self._values += 1
+        # Before the tag is read: recursion and the number of objects are bounded by these alone.
         if depth > MOST_DEPTH or self._values > MOST_VALUES:
             raise CodecError("nested too deep" if depth > MOST_DEPTH else "too many values")
         tag = bytes(self._take(1))
@@ -349,6 +358,8 @@ class _Reader:
         if device.type == "meta":
             tensor = torch.empty(shape, dtype=dtype, device=device)
         elif data:
+            # A bytearray of its own, so that the tensor can be written, and does not hold the whole
+            # message.
             tensor = torch.frombuffer(data, dtype=dtype).reshape(shape).to(device)
         else:
             if 0 not in shape:
@@ -358,6 +369,7 @@ class _Reader:
 
     def _shape(self, depth: int) -> tuple[int, ...]:
         shape: tuple[int, ...] = self._of(tuple, depth)
+        # By exact type: a bool is an int, too.
         if not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
             raise CodecError("invalid shape")
         return shape
@@ -391,20 +403,24 @@ class _Reader:
         kind, *values = self._items(depth)
         if not _is_named_tuple(kind) or len(values) != len(kind._fields):
             raise CodecError("invalid named tuple")
+        # Not by `kind(...)`, which may have been overridden.
         return tuple.__new__(kind, values)
 
     def _node(self, depth: int) -> Any:
         kind, context, *children = self._items(depth)
         _check_node(kind, context, children)
+        # Code of the process itself that was registered for this, with checked arguments.
         return SUPPORTED_NODES[kind].unflatten_fn(children, context)
 
     def _object(self, depth: int) -> Any:
         kind, names, *values = self._items(depth)
         is_dataclass = isinstance(kind, type) and _is_data(kind) and dataclasses.is_dataclass(kind)
+        # Only fields: any other attribute could replace a method of the object.
         if not is_dataclass or not {field.name for field in dataclasses.fields(kind)} >= set(names):
             raise CodecError("invalid dataclass")
         value = object.__new__(kind)
         for name, inner in zip(names, values, strict=True):
+            # Frozen dataclasses refuse the ordinary way.
             object.__setattr__(value, name, inner)
         return value
 
@@ -413,6 +429,7 @@ class _Reader:
         if not all(isinstance(child, TreeSpec) for child in children):
             raise CodecError("invalid structure")
         if isinstance(kind, type) and kind not in SUPPORTED_NODES and _is_data(kind):
+            # As the sender has done when it flattened its value.
             register(kind)
         _check_node(kind, context, children)
         return TreeSpec(kind, context, children)
@@ -478,6 +495,7 @@ def _find(name: str) -> Any:
     value: Any = sys.modules.get(module)
     for part in path.split("."):
         value = vars(value).get(part) if isinstance(value, (ModuleType, type)) else None
+    # A name that leads to a class by another way, such as an import, is refused.
     if not isinstance(value, type) or _name(value) != name:
         return None
     is_ours = module.partition(".")[0] == "hybridtrain"
@@ -494,6 +512,7 @@ def _is_data(kind: type) -> bool:
         return True
     if not dataclasses.is_dataclass(kind) or issubclass(kind, nn.Module):
         return False
+    # `__del__` would run on an object whose constructor never has.
     return kind.__new__ is object.__new__ and not hasattr(kind, "__del__")
 
 
@@ -511,5 +530,6 @@ def _check_node(kind: Any, context: Any, children: list[Any]) -> None:
         raise CodecError("invalid named tuple")
     if kind is defaultdict:
         factory, keys = context
+        # The factory is called for missing keys, so it must be one of the plain types.
         if len(keys) != len(children) or factory not in (None, *_TYPES.values()):
             raise CodecError("invalid defaultdict")

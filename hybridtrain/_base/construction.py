@@ -68,10 +68,12 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
     """
     draws = default_generators()
     try:
+        # In the order of creation, which both runs share: the constructor is the same code.
         unowned = iter(_unowned(build, owns))
         rewind(draws)
         dropping = _Dropping(lambda storage: next(unowned, False))
         net = _without_rest(dropping.run(build), owns)
+        # `sizes` has weak keys: tensors in reference cycles would look like parts of the model.
         gc.collect()
         if dropping.read or dropping.sizes:  # the constructor may have caught the error of a read
             raise RuntimeError(
@@ -81,6 +83,7 @@ def construct_part(build: Callable[[], nn.Module], owns: Callable[[str], bool]) 
         log.debug("building the whole model, because a part cannot be built separately: %r", error)
     else:
         return net
+    # Each build must draw from the same state, whatever the one before has drawn.
     rewind(draws)
     return _without_rest(build(), owns)
 
@@ -98,6 +101,7 @@ def construct_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     draws = default_generators()
     try:
         with torch.device("meta"):
+            # Drops nothing; the mode only keeps fills on the meta device from loading the compiler.
             net = _Dropping(lambda storage: None).run(build)
     finally:
         rewind(draws)
@@ -129,10 +133,12 @@ def construct_without(
         net = _Dropping(lambda storage: None).run(build)
     rewind(draws)
     named = dict(net.named_parameters(remove_duplicate=False))
+    # By identity: a tied parameter is left out under all its names.
     ids = {id(named[name]) for name in left_out(net)}
     drops = iter([id(parameter) in ids for parameter in made])
 
     def replace(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        # A registration that the first run did not have keeps its memory.
         if not next(drops, False) or parameter.is_meta:
             return None
         return nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
@@ -185,6 +191,7 @@ def stand_in(tensor: Tensor, device: torch.device) -> Tensor:
         return value
     if value.dim() < 2:
         return value.fill_(1)
+    # A generator of its own, so that measuring changes no draws.
     block = torch.rand(_BLOCK, generator=torch.Generator().manual_seed(0)).to(device)
     bound = (3 * len(value) / value.numel()) ** 0.5  # preserves the variance of its input
     flat = value.view(-1)
@@ -208,6 +215,7 @@ def _unowned(build: Callable[[], nn.Module], owns: Callable[[str], bool]) -> lis
         for name, tensor in _named_tensors(net)
         for storage in _storages([tensor, *vars(tensor).get(_SOURCE, ())])
     ]
+    # By storage: a parameter with an owned and another name is owned.
     owned = {storage for name, storage in named if owns(name)}
     unowned = {storage for _, storage in named} - owned
     return [storage in unowned for storage in storages]
@@ -236,8 +244,10 @@ def drop_values(modules: Iterable[nn.Module], keep: Iterable[Tensor]) -> None:
                     meta = torch.empty_like(tensor, device="meta")
                     if isinstance(tensor, nn.Parameter):
                         meta = nn.Parameter(meta, tensor.requires_grad)
+                    # Such as marks that a library puts on its parameters.
                     meta.__dict__.update(tensor.__dict__)
                     replacements[id(tensor)] = meta
+                    # A module that is reached twice finds the replacement in its table.
                     replacements[id(meta)] = meta
                 if isinstance(module, nn.RNNBase):  # it keeps a second list of its weights
                     setattr(module, name, replacements[id(tensor)])
@@ -283,6 +293,8 @@ class _Dropping(TorchDispatchMode):
                 self._keep_last(storage)
 
     def _keep_last(self, storage: UntypedStorage) -> None:
+        # The one before is dropped only now, because a constructor usually fills what it has just
+        # registered.
         last, self._last = self._last, storage
         if last is not None and last is not storage:
             self._drop(last)
@@ -291,6 +303,7 @@ class _Dropping(TorchDispatchMode):
     def _drop(self, storage: UntypedStorage) -> None:
         if storage.nbytes():
             self.sizes[storage] = storage.nbytes()
+            # Frees the memory and leaves the tensors that share the storage as they are.
             storage.resize_(0)
             self._freed += self.sizes[storage]
         if self._freed > _TRIM:
@@ -306,12 +319,15 @@ class _Dropping(TorchDispatchMode):
         if name in _FILLS and args[0].is_meta:
             return args[0]  # on the meta device, PyTorch would load its compiler for it
         dropped = self._dropped((args, kwargs))
+        # These read shapes only.
         if not dropped or name.endswith("_like") or name.startswith("aten::new_"):
             result = func(*args, **kwargs)  # the content of dropped tensors is irrelevant
         else:
             if not _UNPREDICTABLE.isdisjoint(func.tags) and name not in _FILLS:
                 self.check_not_read(name, (args, kwargs))
             for storage in dropped:
+                # Of full size again, so that the operation draws as many numbers as in normal
+                # construction.
                 storage.resize_(self.sizes[storage])
             result = func(*args, **kwargs)
             if name in _FILLS and result.nbytes == _storages(result)[0].nbytes():
@@ -321,6 +337,7 @@ class _Dropping(TorchDispatchMode):
                 written_arguments = [
                     argument for argument, a in arguments if a.is_write
                 ]  # `out` is the result
+                # The results too: they were computed from memory without content.
                 for storage in {*dropped, *_storages((result, written_arguments))}:
                     self._drop(storage)
         if name == "aten::clone":  # `copy.deepcopy` clones without registering parameters

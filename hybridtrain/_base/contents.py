@@ -38,12 +38,14 @@ def contents_of(value: Any) -> Contents:
             continue
         if type(item) is tuple:
             todo.extend(item)
+            # Tuples cannot change, but their items can.
             continue
         contents = _shallow(item)
         if contents is None:
             continue
         seen.add(id(item))
         found.append((item, contents))
+        # Nothing rather than a part: a part would be restored to a state that never was.
         if len(found) > _MAX_OBJECTS:
             return []
         items, attributes = contents
@@ -62,10 +64,13 @@ def has_changed(contents: Contents) -> bool:
 
 def exchanged(contents: Contents) -> Contents:
     """Puts contents back into their objects; returns those that they had."""
+    # All are read before any is written: one may contain another.
     present = [(item, _shallow(item)) for item, _ in contents]
     for item, (items, attributes) in contents:
         if isinstance(item, dict):
             if not _same_items(dict(item), items):
+                # In place, so that all references see the old contents; and cleared, for the order
+                # of the keys.
                 item.clear()
                 item.update(items)
         elif isinstance(item, set):

@@ -60,6 +60,7 @@ def choose_devices(
                 f"start fewer processes, lower {argument('nb_part')}, or set "
                 f"{setting('devices', 'cpu')}"
             )
+        # `% gpus` only matters with `share_gpus`: otherwise there are enough.
         return tuple(torch.device("cuda", (first + part) % gpus) for part in range(nb_part))
     chosen = [_device(item, gpus) for item in devices]
     if len(chosen) == needed_gpus:

@@ -29,6 +29,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())  # a power failure must not leave the new name without content
+        # Atomic within a file system, so the temporary file is in the same folder.
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -46,6 +47,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield temporary
         try:
             if path.exists():
+                # A folder cannot be renamed onto one with files, so there are two renames, and
+                # between them no folder.
                 path.replace(backup)
             temporary.replace(path)
         except BaseException:  # including Ctrl-C
@@ -67,6 +70,8 @@ def open_to_append(path: Path) -> TextIO:
     """
     if path.parent.is_symlink():
         raise OSError(errno.ELOOP, "its folder is a link", str(path.parent))
+    # A second time after the link was removed; a link that is back by then is an attack or another
+    # program.
     for _ in range(2):
         try:
             return open(path, "a", encoding="utf-8", buffering=1, opener=_without_links)
@@ -96,6 +101,7 @@ def _without_links(path: str, flags: int) -> int:
 def _only_regular(path: str, flags: int) -> int:
     # does not wait for the other end if it is a pipe
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    # Of the open file: the path may lead to another one by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
@@ -138,6 +144,7 @@ def make_directory(path: Path) -> None:
     """Creates a directory and its parents, and syncs them to disk."""
     if not path.is_dir():
         make_directory(path.parent)
+        # Another process may make it at the same time.
         path.mkdir(exist_ok=True)
         sync_directory(path.parent)
 

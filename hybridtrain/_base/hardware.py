@@ -108,6 +108,7 @@ class Hardware:
                 raise ConfigError(f"hardware.{name}={value!r} must be a whole number of at least 1")
         for setting in fields(self):
             value = getattr(self, setting.name)
+            # `setting.type` is a text, because annotations of this module are not evaluated.
             if setting.type == "float" and not _is_number(value):
                 raise ConfigError(
                     f"hardware.{setting.name}={value!r} must be a non-negative number"
@@ -167,6 +168,7 @@ class Hardware:
 
     def _take_equal_lists(self) -> None:
         """Replaces a list of equal values by the rates and the memory of every device."""
+        # In `__post_init__` of a frozen dataclass, before anyone has seen the object.
         change = partial(object.__setattr__, self)
         if self.device_memory_gib is not None:
             change("memory_gib", max(self.device_memory_gib))
@@ -270,13 +272,16 @@ class Hardware:
         if there is None:
             return None
         back = self.from_host_bytes_per_s or there
+        # Unknown: each direction then keeps its own rate.
         both = self.both_ways_bytes_per_s or min(there, back)
         reached = self.bandwidth_reached
+        # Never faster than one direction alone, whatever was measured.
         return there * reached, back * reached, min(both, there, back) * reached
 
     def transfer_s(self, nbytes: float, between_nodes: bool) -> float:
         """Returns the seconds that a message takes between two devices."""
         if between_nodes:
+            # One message uses one card.
             rate = self.network_bytes_per_s / self.network_cards
             return self.network_latency_s + nbytes / (rate * self.bandwidth_reached)
         return self.node_latency_s + nbytes / (self.node_bytes_per_s * self.bandwidth_reached)
@@ -293,6 +298,7 @@ class Hardware:
             return 0.0
         rate, latency = self.node_bytes_per_s, self.node_latency_s
         if replicas > max(1, self.devices_per_node // nb_part):  # more than one node's
+            # Each stage of a node has a ring of its own, and all share the network.
             rings = min(nb_part, self.devices_per_node)
             rate = min(rate, self.network_bytes_per_s / rings)
             latency = self.network_latency_s

@@ -218,6 +218,8 @@ class MicrobatchCut:
 
     def of(self, batch: Any) -> list[Any]:
         """Returns the micro-batches of a batch; see `split`."""
+        # Without a view: a layer that works in place then sees the caller's tensor, as in plain
+        # PyTorch.
         if type(batch) is Tensor and len(self.sizes) == 1:
             return [batch]
         if not isinstance(batch, Shares):

@@ -28,8 +28,10 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     size = dist.get_world_size(group)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(size)]
     dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+    # All processes see the same lengths, so an error here is raised in all of them.
     lengths = [_checked(int(tensor)) for tensor in sizes]
     most = max(lengths)
+    # `all_gather` needs the same size everywhere.
     padded = torch.zeros(most, dtype=torch.uint8)
     padded[: data.numel()] = data
     received = [torch.empty(most, dtype=torch.uint8) for _ in range(size)]
@@ -53,6 +55,7 @@ def broadcast(value: Any, group: dist.ProcessGroup | None, source: int) -> Any:
     if not is_source:
         data = torch.empty(_checked(int(length)), dtype=torch.uint8)
     dist.broadcast(data, group=group, group_src=source)
+    # After the broadcast, which has told the others.
     if problem is not None:
         raise problem
     return value if is_source else _decoded(data)
@@ -66,6 +69,7 @@ def send(value: Any, group: dist.ProcessGroup | None, target: int) -> None:
     """
     data, problem = _encoded(value)
     dist.send(torch.tensor([data.numel()]), group=group, group_dst=target)
+    # Also of an error, whose text is the data: the receiver must not wait.
     dist.send(data, group=group, group_dst=target)
     if problem is not None:
         raise problem

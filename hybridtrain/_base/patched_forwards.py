@@ -79,6 +79,8 @@ def _copied_function(function: FunctionType, memo: Mapping[int, Any]) -> Functio
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         )
     ]
+    # A copy of the namespace only where a global leads to a copied module; cells are replaced
+    # without.
     globals_ = {**function.__globals__, **{k: v for k, v in changed.items() if k in read}}
     copy = FunctionType(
         function.__code__, globals_, function.__name__, function.__defaults__, tuple(cells)

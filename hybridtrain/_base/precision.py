@@ -43,6 +43,7 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[object]
     dtype = AUTOCAST[precision]
     if dtype is None:
         return _UNCHANGED
+    # The cache of cast weights is one for all threads, see `ThreadState.autocast`.
     return torch.autocast(device_type, dtype=dtype, cache_enabled=False)
 
 
@@ -65,6 +66,7 @@ class ThreadState(NamedTuple):
     def applied(self) -> AbstractContextManager[object]:
         """Returns a context for a whole step: this grad and inference mode, and no autocast."""
         is_same = torch.is_grad_enabled() == self.grad and not self.autocast_dtypes
+        # Most often nothing differs, and contexts take longer than the comparison.
         if is_same and torch.is_inference_mode_enabled() == self.inference:
             return _UNCHANGED
         return self._applied()

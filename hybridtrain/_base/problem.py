@@ -25,6 +25,7 @@ class Problem:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Problem:
         """Returns the problem for `error` on `rank`; for a copied error, the original problem."""
+        # An error that has been through one agreement must keep its rank in the next.
         if (original := copied_problem(error)) is not None:
             return original
         for kind in type(error).__mro__:
@@ -48,6 +49,7 @@ class Problem:
 
 def first_problem(problems: Iterable[Problem | None]) -> Problem | None:
     """Returns the problem of the lowest rank, which all processes raise."""
+    # Deterministic, so that all processes raise the same one.
     return min(filter(None, problems), key=lambda problem: problem.rank, default=None)
 
 

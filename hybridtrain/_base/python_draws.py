@@ -35,6 +35,7 @@ def watched_python_draws(tell: Callable[[str], None]) -> Iterator[None]:
     Not for functions that were imported by name (`from random import random`), and not for
     generators that code has created.
     """
+    # By thread, because the replaced functions are the process's.
     outer, _here.tell = _here.tell, tell
     _count(1)
     try:
@@ -47,6 +48,7 @@ def watched_python_draws(tell: Callable[[str], None]) -> Iterator[None]:
 def _count(more: int) -> None:
     """Replaces the functions for the first watching block, and puts them back after the last."""
     global _watching
+    # Threads of several stages may begin and end to watch at the same time.
     with _lock:
         before, _watching = _watching, _watching + more
         if not before:

@@ -101,6 +101,7 @@ def differences(facts_by_rank: Sequence[RankFacts]) -> Iterator[tuple[str, str]]
     Args:
         facts_by_rank: the facts of all ranks, in order.
     """
+    # In the order of the first rank's facts, so that all ranks report the same difference.
     for name in dict.fromkeys(name for rank_facts in facts_by_rank for name in rank_facts.facts):
         ranks_of: dict[str, list[int]] = {}
         for rank, rank_facts in enumerate(facts_by_rank):

@@ -27,6 +27,7 @@ def repeat_results(repeat: bool) -> None:
     torch.use_deterministic_algorithms(repeat)
     if not repeat:
         return
+    # A value of the user's wins.
     if _CUBLAS not in os.environ:
         os.environ[_CUBLAS] = ":4096:8"
         if torch.cuda.is_initialized():

@@ -19,6 +19,7 @@ def samples_by_replica(total: int, shares: Sequence[float]) -> list[int]:
     if len(set(shares)) == 1:
         small, larger = divmod(total, len(shares))
         return [small + (replica < larger) for replica in range(len(shares))]
+    # Exact: with floats two hosts could round a tie differently.
     weights = [Fraction(share) for share in shares]
     whole = sum(weights)
     # no replica gets less than its quota, rounded down

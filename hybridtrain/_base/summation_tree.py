@@ -27,6 +27,7 @@ Node = tuple[int, int]
 
 def owned_by(process: int, processes: int, replicas: int) -> range:
     """Returns the consecutive replicas of a process; the numbers differ by at most one."""
+    # Consecutive, so that as many subtrees as possible lie within one process.
     return range(process * replicas // processes, (process + 1) * replicas // processes)
 
 
@@ -62,6 +63,7 @@ def most_waiting(part: range, replicas: int) -> int:
 def halves(node: Node) -> tuple[Node, Node]:
     """Returns the two subtrees that a node adds."""
     low, high = node
+    # By position alone: the order must not depend on who computes it.
     middle = (low + high) // 2
     return (low, middle), (middle, high)
 

@@ -82,6 +82,7 @@ def storages(tensor: Tensor) -> dict[int, int]:
     except (NotImplementedError, RuntimeError):
         parts = components(tensor)
         return {number: nbytes for part in parts for number, nbytes in storages(part).items()}
+    # The C++ storage: Python makes a new object for it at each call.
     return {int(storage._cdata): storage.nbytes()}
 
 
@@ -157,10 +158,12 @@ def put_values(tensor: Tensor, values: Tensor) -> None:
 
     The entries of an expanded tensor share memory, which PyTorch refuses to write twice.
     """
+    # Shares the memory but not the version counter: autograd must not take this for a change.
     target = tensor.data
     if target.layout == torch.strided and not target.is_nested:
         for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
             if stride == 0 and size > 1:
+                # One entry stands for all of the dimension.
                 target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     target.copy_(values)
 

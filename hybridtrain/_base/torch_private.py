@@ -262,6 +262,7 @@ def prepare_compiler(layers: int, static: bool) -> None:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
+    # Raised, never lowered: a script may have set more.
     for name, factor in (("recompile_limit", 1), ("accumulated_recompile_limit", 8)):
         setattr(dynamo, name, max(getattr(dynamo, name), 8 * factor * layers))
     if static and _IS_2_11:
@@ -335,6 +336,7 @@ def _detect_tracing_by_thread() -> None:
     tracing, which the compiler uses too. Up to PyTorch 2.13 the flag is one for all threads.
     """
     home = torch.fx._symbolic_trace
+    # A later PyTorch, whose flag is by thread.
     if not hasattr(home, "_is_fx_tracing_flag"):
         return
     this_thread = threading.local()
@@ -350,6 +352,8 @@ def _detect_tracing_by_thread() -> None:
             this_thread.traces = outer
 
     torch.fx.Tracer.trace = noted_trace  # type: ignore[method-assign]
+    # Both: the flag of the process may belong to another thread, and tracing has conditions of its
+    # own.
     home.is_fx_symbolic_tracing = lambda: getattr(this_thread, "traces", False) and is_tracing()
 
 
@@ -368,6 +372,7 @@ def _guard_class_attributes() -> None:
     from torch._dynamo.variables import ConstantVariable, UserDefinedClassVariable
 
     kind: Any = UserDefinedClassVariable
+    # `functools.cache` keeps this from being wrapped twice.
     read = kind.var_getattr
 
     @functools.wraps(read)
@@ -463,6 +468,8 @@ def allowing_torch_func() -> Iterator[None]:
     hooks.
     """
     global _allowing
+    # The replaced function is the process's; the first thread puts it in place, and the last one
+    # takes it away.
     with _allowing_lock:
         _allowing += 1
         torch.autograd.graph.disable_saved_tensors_hooks = _without_saved_tensors_hooks
@@ -482,6 +489,7 @@ _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 @contextmanager
 def _without_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+    # `disable_saved_tensors_hooks` raises as long as there are any.
     hooks = _pop_saved_hooks()
     try:
         with _disable_saved_tensors_hooks(error_message):
@@ -546,6 +554,7 @@ class CallerModes(NamedTuple):
             for mode in self.function
         )
         modes = self._replace(function=function)
+        # In the order of capture, so that the innermost mode stays the innermost.
         modes._push()
         try:
             yield
@@ -563,6 +572,7 @@ class CallerModes(NamedTuple):
         for _ in self.saved:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for mode in reversed(self.dispatch):
+            # Infrastructure modes, such as fake tensors', have a slot by key beside the stack.
             torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
         for _ in self.function:
             torch._C._pop_torch_function_stack()
@@ -602,6 +612,7 @@ def noting_saved(note: Callable[[Tensor], None]) -> Iterator[None]:
         note(tensor)
         return pack(tensor)
 
+    # On top of the checkpoint's hooks, which it calls: PyTorch calls the topmost pair alone.
     with torch.autograd.graph.saved_tensors_hooks(noted, unpack):
         yield
 
@@ -643,9 +654,11 @@ def find_random_operations() -> None:
     in `torch.library._defs`, and other code comes in a shared library.
     """
     global _seen_additions
+    # Models may be built and stepped in several threads, and a kernel cannot be registered twice.
     with _registration_lock:
         if not _libraries:
             library = _libraries["_"] = torch.library.Library("_", "IMPL", _DRAWS_NAME)
+            # Operations without a kernel for the key skip it.
             library.fallback(torch.library.fallthrough_kernel, _DRAWS_NAME)
         defined: set[str] = torch.library._defs
         loaded = loaded_libraries()
@@ -671,6 +684,7 @@ def _intercept(name: str) -> None:
     if torch.Tag.nondeterministic_seeded in operation.tags:
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
+            # Or the operation that `draw` runs would be intercepted again.
             _set_draws_key(_DRAWS_KEY, False)
             try:
                 return _context().draw(operation, args, kwargs)
@@ -704,6 +718,8 @@ def _context() -> InterceptedDraws:
     if (thread_context := _active.get(threading.get_ident())) is not None:
         return thread_context
     # a thread that a layer started, such as TorchScript's, inherits the key but has no context
+    # Nothing but the kind of its creator is known of such a thread: with a single candidate there
+    # is no doubt.
     active = [context for context in _active.values() if context.for_other_threads]
     if torch._C._current_graph_task_id() != -1:  # or autograd's thread for a GPU
         active = [context for context in active if context.in_backward][:1]
@@ -746,6 +762,7 @@ class InterceptedDraws(AbstractContextManager[Any]):
         if not _libraries:
             find_random_operations()
         thread = threading.get_ident()
+        # By thread: only this thread changes its own entry.
         self._outer = _active.get(thread)
         _active[thread] = self
         if (
@@ -759,6 +776,8 @@ class InterceptedDraws(AbstractContextManager[Any]):
         if self._outer is not None:
             _active[threading.get_ident()] = self._outer
             return
+        # Key before entry: with the key on and no entry, a draw would be taken for another
+        # thread's.
         _set_draws_key(_DRAWS_KEY, self._was_on)
         del _active[threading.get_ident()]
 
@@ -807,6 +826,7 @@ def replace_backward_entry(
     calls of the engine. `run_backward` above is not affected.
     """
     autograd: Any = torch.autograd
+    # Both callers look it up in the module at each call, so a replacement reaches them.
     run = autograd._engine_run_backward
 
     def run_backward_of_users(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -837,6 +857,7 @@ def pop_function_mode(mode: Any) -> bool:
     `torch._C._get_function_stack_at`: `__exit__` pops whatever is on top.
     """
     size = torch._C._len_torch_function_stack()
+    # The model's code may have left a mode of its own on top.
     if not size or torch._C._get_function_stack_at(size - 1) is not mode:
         return False
     torch._C._pop_torch_function_stack()
@@ -904,6 +925,7 @@ def has_node_hooks(node: torch.autograd.graph.Node) -> bool:
     Uses `RemovableHandle.hooks_dict_ref`, the table that all hooks of a node share: no public
     function lists them.
     """
+    # Registered only to get at the table, and removed before it is read.
     handle = node.register_hook(_no_change)
     hooks: Any = handle.hooks_dict_ref()
     handle.remove()
@@ -1065,6 +1087,7 @@ def before_ddp_waits(parameters: Iterable[Tensor], note: Callable[[], None]) -> 
     after the hook of the last parameter. A callback queued in the hook of the first parameter runs
     before that one, after the computation of the backward. No public hook runs at this point.
     """
+    # -1 is no backward: a hook that is called by hand queues nothing.
     queued = {-1}
 
     def queue(_: Tensor) -> None:
@@ -1141,6 +1164,7 @@ def end_loader(iterator: Any, kill: bool) -> None:
             worker.kill()
         # not an (index, batch) pair: makes the waiting thread raise
         iterator._worker_result_queue.put(None)
+    # Joins the workers, so that no zombies stay.
     iterator._shutdown_workers()
 
 

@@ -51,6 +51,7 @@ def is_constant(leaf: Any) -> bool:
     if kind in _PLAIN:
         return True
     if kind is types.FunctionType:
+        # Any of these could hold a tensor.
         return not (leaf.__closure__ or leaf.__defaults__ or leaf.__kwdefaults__ or vars(leaf))
     if kind is slice:
         return all(map(is_constant, (leaf.start, leaf.stop, leaf.step)))
@@ -59,6 +60,7 @@ def is_constant(leaf: Any) -> bool:
     if isinstance(leaf, _IMMUTABLE):
         return True
     numpy = sys.modules.get("numpy")
+    # Looked up and not imported: without NumPy no object can be one of its types.
     return numpy is not None and isinstance(leaf, numpy.generic) and not leaf.dtype.hasobject
 
 
@@ -93,6 +95,7 @@ def leaves_of(tree: Any) -> list[Any]:
     if type(tree) is Tensor:  # the most frequent tree
         return [tree]
     while True:
+        # Again after each registration: a dataclass may contain another one.
         leaves = tree_leaves(tree)
         unknown = {type(leaf) for leaf in leaves if _is_new_dataclass(type(leaf))}
         if not unknown:
@@ -120,6 +123,7 @@ def register(kind: type) -> None:
 
     def flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
         further = [name for name in getattr(value, "__dict__", ()) if name not in fields]
+        # An attribute that was deleted, or a field that was never set, is left out.
         names = [name for name in (*fields, *further) if hasattr(value, name)]
         return [getattr(value, name) for name in names], tuple(names)
 

@@ -117,6 +117,7 @@ def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = Non
         CheckpointError: the base is at neither location, or its weights have changed.
     """
     problems = []
+    # Its new place first; both may be the same.
     for source in dict.fromkeys([now or record["source"], record["source"]]):
         try:
             place = locate(find_weights(source), False)
@@ -124,7 +125,10 @@ def open_base(checkpoint: Path, record: Mapping[str, str], now: str | None = Non
         except CheckpointError as error:
             problems.append(str(error))
             continue
+        # A checkpoint with a base has taken the prefix off already.
         tensors = (opened if opened.prefix else opened.below(record["prefix"])).base_tensors
+        # The adapter was trained on these weights: others of the same shapes would give nonsense
+        # without an error.
         if digest_of(tensors) == record["digest"]:
             return Base(opened.base, place, tensors)
         problems.append(f"init_from={source} contains other weights now")
@@ -184,6 +188,8 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         hasher.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        # The beginning of each tensor: a base may have hundreds of gigabytes, and this is read at
+        # each start.
         first = tensor.detach().reshape(-1)[:_FIRST].contiguous()
         hasher.update(first.view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()

@@ -25,6 +25,7 @@ def broadcast_tree(world: World, tree: Any, move: Callable[[KeyPath, Tensor], Te
         if world.is_main:
             value.copy_(*mains)
         # as bytes in memory order: gloo and NCCL do not support every dtype
+        # All processes walk the tree in the same order, so each tensor meets its own broadcast.
         world.broadcast_tensor(value.as_strided((value.numel(),), (1,)).view(torch.uint8))
         return move(path, value)
 

@@ -62,6 +62,7 @@ def published(root: Path) -> list[tuple[int, int, Path]]:
     if not root.is_dir():
         return []
     matches = ((PUBLISHED.fullmatch(path.name), path) for path in root.iterdir())
+    # By number: the text of a step with nine digits sorts before one with eight.
     return sorted((int(m[1]), int(m[2] or 0), path) for m, path in matches if m)
 
 
@@ -75,6 +76,7 @@ def rename_into_place(root: Path, temporary: Path, step: int) -> Path:
     target = path_of(root, step)
     if numbers := [number for other, number, _ in published(root) if other == step]:
         target = target.with_suffix(f".{numbers[-1] + 1}")
+    # Atomic within a file system: a reader sees the whole directory or none.
     os.rename(temporary, target)
     sync_directory(root)  # before any older checkpoint is removed
     return target
@@ -82,6 +84,7 @@ def rename_into_place(root: Path, temporary: Path, step: int) -> Path:
 
 def tidy(root: Path, step: int, newest: Path) -> None:
     """Removes the older generations of `step` and gives the newest the plain name."""
+    # If the process dies here, `step.1` is still published, and the next save removes the rest.
     if retired := [_retire(root, p) for p in generations(root, step) if p != newest]:
         # the old name must be gone on disk before the new checkpoint takes it
         sync_directory(root)
@@ -138,6 +141,7 @@ def write_best(root: Path, best: Best) -> None:
     entries = {name: value for name, value in asdict(best).items() if value is not None}
     content = json.dumps(entries).encode() + b"\n"
     try:
+        # A new file and a rename: a reader finds the old mark or the new one.
         write_file(temporary, lambda file: file.write(content))
         os.rename(temporary, root / BEST)
         sync_directory(root)
@@ -148,5 +152,6 @@ def write_best(root: Path, best: Best) -> None:
 def _retire(root: Path, path: Path) -> Path:
     """Hides a checkpoint under a temporary name, so that no reader finds it half removed."""
     hidden = root / f"{TEMPORARY}{uuid4().hex}"
+    # Atomic: a reader that has opened files of it keeps them.
     os.rename(path, hidden)
     return hidden

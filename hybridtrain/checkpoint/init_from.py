@@ -99,6 +99,7 @@ def init_from(
     """
 
     world = model.world
+    # Rank 0 alone downloads and chooses, so that all load the same.
     folder = world.from_main(lambda: locate(find_weights(source), best))
     reader = CheckpointReader(world, files_of(folder))
 
@@ -109,8 +110,10 @@ def init_from(
     report, base = world.broadcast((report, base))
     model_tensors, model_extra = split_state(model.net.state_dict())
     known_extra = {name: value for name, value in extra.items() if name in model_extra}
+    # Completed by the tensors that the model has, because `load_state_dict` is strict.
     load_weights(model, reader, {**model_tensors, **chosen}, {**model_extra, **known_extra})
     assert report is not None
+    # After the weights: a failed load leaves the model without a base that it does not have.
     model.base = base
     adapter = adapter_of(model.net)
     if adapter is not None and all(adapter.base_name(name) is not None for name in report.loaded):
@@ -234,6 +237,8 @@ def _frozen_layers(net: nn.Module, adapter: Adapter, report: InitReport) -> list
             lacking.add(base_name)
     others = {name for name in names.values() if name} - lacking
     layers: dict[str, None] = {}
+    # From each parameter upward, as long as the source has nothing below: the largest layer is the
+    # shortest advice.
     for name in sorted(lacking):
         layer = name.rpartition(".")[0] or name  # a parameter of the model itself
         while (parent := layer.rpartition(".")[0]) and not any(
@@ -253,6 +258,7 @@ def under_all_names(net: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, 
     """
     chosen, _ = match_weights(net, weights, "")
     tensors = split_state(loadable_state(net, weights))[0]
+    # Tied parameters are the same object here, see `loadable_state`.
     aliases = without_aliases(tensors)[1]
     by_first = {aliases.get(name, name): value for name, value in chosen.items()}
     return {
@@ -311,6 +317,7 @@ def match_weights(
         if not _is_weight(name):
             continue
         targets = next((plain_own[n] for n in _names(name, base) if n in plain_own), [])
+        # The exact name wins over one without prefixes.
         targets = [name] if name in tensors else targets
         if not targets:
             unexpected.append(name)

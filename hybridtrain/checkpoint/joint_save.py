@@ -79,6 +79,7 @@ class JointSave:
         """
         for name in files:
             check_file_name(name)
+        # In each process's own thread for background saves: all messages are in the group of saves.
         return store.run(step, lambda: self._publish(store, step, files, prune), background)
 
     def _publish(
@@ -90,6 +91,7 @@ class JointSave:
             else:
                 name, problem = self._on_another(store, step, files)
             if problem is not None:
+                # Its own error with its traceback, where it happened.
                 failure = self._failure if problem.rank == self._rank else None
                 raise failure or problem.error()
             return store.root / name
@@ -102,6 +104,7 @@ class JointSave:
         # Every other process receives, sends and receives again, exactly once. So rank 0 sends,
         # receives and sends even after a failure, and ignores processes that it cannot reach.
         temporary, problems = self._attempt(lambda: store.begin(step))
+        # None tells the others to write nothing, but to answer all the same.
         problems += self._tell(None if temporary is None else temporary.name)
         path = None
         try:
@@ -110,7 +113,9 @@ class JointSave:
                 written, failed = self._attempt(lambda: store.write(step, temporary, files))
                 entries |= written or {}
                 problems += failed
+            # One that could not be told anything waits in its receive, and sends nothing.
             problems += self._collect(entries, {problem.rank for problem in problems})
+            # After every process has synced its files: the manifest vouches for all of them.
             if temporary is not None and not problems:
                 path, problems = self._attempt(
                     lambda: store.publish(step, temporary, entries, prune)
@@ -130,7 +135,9 @@ class JointSave:
         problems: list[Problem] = []
         if (name := self._receive(0)) is not None:
             entries, problems = self._attempt(lambda: store.write(step, store.root / name, files))
+        # Also after a failure: rank 0 waits for exactly one answer of each process.
         objects.send((entries or {}, worst(problems)), self._group, 0)
+        # Waits until rank 0 has heard from all.
         outcome: tuple[str, Problem | None] = self._receive(0)
         return outcome
 
@@ -138,6 +145,7 @@ class JointSave:
         """Returns the result of `action`, or the problem that it raised."""
         try:
             return action(), []
+        # Also an interrupt: the others would otherwise wait for this process's message.
         except BaseException as error:
             self._failure = error
             return None, [Problem.of(self._rank, error)]

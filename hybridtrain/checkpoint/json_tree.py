@@ -54,6 +54,7 @@ def unpack(content: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [unpack(item, tensors) for item in content]
     if not isinstance(content, dict):
         return content
+    # `pack` writes a dict that looks like this as `$dict`.
     if len(content) != 1 or not (kind := next(iter(content))).startswith("$"):
         return {key: unpack(item, tensors) for key, item in content.items()}
     if kind not in _READERS:
@@ -71,12 +72,14 @@ def _pack(value: Any, what: str, path: str, tensors: dict[str, Tensor]) -> Any:
     def store(kind: str, tensor: Tensor) -> dict[str, str]:
         name = unused = path or "value"
         number = 1
+        # Keys with dots in them can give two tensors the same path.
         while name in tensors:
             number += 1
             name = f"{unused}#{number}"
         tensors[name] = tensor
         return {kind: name}
 
+    # By exact type: a bool is an int, and a subclass may print differently.
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, Tensor):
@@ -94,6 +97,7 @@ def _pack(value: Any, what: str, path: str, tensors: dict[str, Tensor]) -> Any:
         plain = all(type(key) is str for key in value)
         if plain and not (len(value) == 1 and next(iter(value)).startswith("$")):
             return {key: inner(item, key) for key, item in value.items()}
+        # Keys may be anything that can be stored, such as the numbers of parameters.
         pairs = [[inner(key, f"{key}.key"), inner(item, key)] for key, item in value.items()]
         return {"$dict": pairs}
     if isinstance(value, list):

@@ -160,6 +160,7 @@ def write_file(path: Path, write: FileWriter) -> dict[str, Any]:
         finally:
             if hashing.error is not None:
                 raise hashing.error from None
+        # To the system first: `fsync` does not know Python's buffer.
         file.flush()
         os.fsync(file.fileno())
     return {"size": hashing.size, "crc32": f"{hashing.crc32:08x}"}
@@ -188,6 +189,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     try:
         content = json.loads(raw)
+        # Taken out: it covers the rest, as `render_manifest` computes it.
         found_crc32 = content.pop("crc32")
         version = content["format"]
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -216,6 +218,7 @@ def _part_of(files: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
         return dict(files)
     bytes_of = [0] * parts
     part_files = {}
+    # The same order on all processes, which each compute their part alone.
     for name in sorted(files, key=lambda name: (-int(files[name]["size"]), name)):
         least = bytes_of.index(min(bytes_of))
         bytes_of[least] += int(files[name]["size"])
@@ -241,6 +244,7 @@ def _open_regular(path: Path) -> io.FileIO:
     Raises:
         CheckpointError: the path is a link, a device, a pipe or a directory.
     """
+    # Not `stat`, which would follow a link.
     mode = os.lstat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = "symbolic link" if stat.S_ISLNK(mode) else "special file or a directory"

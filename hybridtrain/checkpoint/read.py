@@ -80,15 +80,20 @@ class CheckpointReader:
         """
         if self.shared:
             return
+        # Rank 0 knows what it has; the others only learn the names here, and then make the same
+        # calls.
         names = self.world.broadcast(set(available))
         for name, tensor in state.items():
             if name in left_out or name not in names:
                 continue
             if self.world.is_main:
+                # A copy in dense memory: a broadcast needs the same layout everywhere, and must not
+                # write to the mapped file.
                 value = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(available[name])
             elif tensor.is_meta:  # another process's stage
                 value = torch.empty(tensor.shape, dtype=tensor.dtype)
             else:
+                # Received into the parameter itself where it can be, so that no second copy exists.
                 value = tensor.cpu().contiguous()  # does not copy a contiguous CPU tensor
             self.world.broadcast_tensor(value)
             if not self.world.is_main and not tensor.is_meta:

@@ -140,6 +140,7 @@ def save_step(
     if record:
         entries["record"] = FixedState(record)
     with activity.during(Phase.SAVE, step.number), step.evaluation_weights():
+        # Before any file exists: weights that are not finite must not replace good ones.
         step.check_savable()
         return save_checkpoint(
             store,
@@ -205,6 +206,7 @@ def restore_run(
     saved = restore_checkpoint(
         checkpoint, step.model, step.optimizer, {"progress": progress or step}, states
     )
+    # After the optimizer's state: a schedule changes its learning rates.
     if step.lr_schedule is not None:
         replay(step.lr_schedule, step.number)
     return saved
@@ -244,6 +246,7 @@ def replay(lr_schedule: LRScheduler, steps: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about scheduler steps without optimizer steps
         for _ in range(steps):
+            # From 0, one by one: a schedule may be recursive in its rates.
             lr_schedule.step()
 
 

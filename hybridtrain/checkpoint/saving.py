@@ -94,6 +94,8 @@ def save_checkpoint(
             return None
 
     if form == "joint":
+        # Before the table: the copies of the last save are about to be overwritten, and its
+        # messages use the same group.
         _wait_for_last(store)
         joint = JointSave(world.saving_group(store.wait))
         path = save_files(StateTable(model, optimizer, form), joint)
@@ -109,6 +111,7 @@ def save_checkpoint(
             return save_files(table or StateTable(model, optimizer))
         finally:
             if table is not None:
+                # Also after a failure: the others are in `serve`, and wait for it.
                 table.end()
 
     if table is not None:
@@ -143,6 +146,7 @@ def finishing_saves(store: CheckpointStore | None, world: World) -> Iterator[Non
     try:
         yield
     except Interrupted:
+        # An interrupt reaches all processes, which come here together.
         world.on_all(store.wait)
         raise
     except BaseException:
@@ -164,8 +168,10 @@ def _wait_for_last(store: CheckpointStore) -> None:
 def _form(store: CheckpointStore, model: HybridModel) -> Form:
     """Returns who writes, the same on every process; the first call may test the directory."""
     world = model.world
+    # From the world and the options alone, so that it is the same on every process.
     whole = world.pipeline_group is None and model.options.shard == "none"
     may_be_joint = store.writers == "all" or (store.writers == "auto" and not whole)
+    # `is_seen_by_all` is a collective call, and the conditions before it are the same everywhere.
     if world.size > 1 and may_be_joint and store.is_seen_by_all(world):
         return "joint"
     return "alone" if world.size == 1 or whole else "gathered"

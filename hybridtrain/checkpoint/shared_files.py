@@ -36,6 +36,7 @@ def hosts_without(root: Path, world: World) -> list[str]:
         return []
 
     def make() -> str:
+        # A new name: a cache of an NFS client cannot know that it does not exist.
         token = root / f"{TEMPORARY}seen-{uuid4().hex}"
         try:
             make_directory(root)
@@ -49,6 +50,7 @@ def hosts_without(root: Path, world: World) -> list[str]:
     # False, not an error, if a process lacks the permission
     while not (seen := os.path.exists(root / name)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    # After all have looked: only then may rank 0 remove it.
     everyones = world.gather((seen, socket.gethostname()))
     if world.is_main:
         (root / name).unlink(missing_ok=True)
@@ -75,6 +77,7 @@ def fingerprint(path: Path) -> tuple[int, int] | None:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             crc32 = 0
+            # From the first to the last piece of a large file; a small one is read whole.
             step = max(_PIECE_BYTES, (size - _PIECE_BYTES) // (_PIECES - 1))
             for place in range(0, size, step):
                 file.seek(place)

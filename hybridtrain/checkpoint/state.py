@@ -108,10 +108,12 @@ def checkpoint_files(
         return documents
 
     all_write = table.form == "joint"
+    # A failure there must end the save everywhere, before anyone writes.
     documents = (model.world.on_main(of_rank_0) if all_write else of_rank_0()) or {}
     value: Callable[[Key], Tensor] = table.value
     if copies is not None:
         owned_keys = [key for key, rank in table.written_by.items() if rank == table.rank]
+        # Now, in the caller's thread: the next step changes the tensors.
         value = copies.take({key: table.value(key) for key in owned_keys}).__getitem__
     infos: dict[str, dict[str, TensorInfo]] = {"model": {}}  # its file exists even without tensors
     for (stem, name), info in table.infos.items():
@@ -130,6 +132,7 @@ def checkpoint_files(
             shard_bytes,
         )
     for name, document in documents.items():
+        # Rendered now, for a background save, since the values change with the next step.
         content = json.dumps(document, indent=1, allow_nan=name == "state").encode()
         files[f"{name}.json"] = partial(_write_content, content)
     return files
@@ -215,6 +218,7 @@ def restore_checkpoint(
             base = base_of(model.net, source, of_base, prefix)
             check_quantization(path, base)
             weights = {**under_all_names(model.net, of_base), **weights}
+        # Before anything is loaded, so that a wrong checkpoint changes nothing.
         check_fits(path, weights | extra, loadable_state(model.net, weights))
         average = evaluated_average(path, files) if evaluated else {}
         weights = with_average(weights, average)

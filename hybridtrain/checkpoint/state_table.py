@@ -215,6 +215,7 @@ class StateTable:
             optimizer_state, part = describe()
             parts = [part]
         else:
+            # A value that cannot be saved is an error on all processes, before any of them gathers.
             optimizer_state, part = model.world.on_all(describe)
             parts = model.world.gather(part)
         self.extra = {k: v for part in reversed(parts) for k, v in part.extra.items()}
@@ -222,14 +223,18 @@ class StateTable:
             tree_map_only(TensorInfo, lambda info: info.empty("meta"), part.optimizer)
             for part in parts
         ]
+        # With its tensors; those of the others are only described.
         trees[self.rank] = optimizer_state
         self.optimizer = _merged(trees, model)
         infos: dict[Key, TensorInfo] = {}
         self._holders: dict[Key, list[int]] = {}
         for rank, part in enumerate(parts):
+            # By rank, so that the holders of a tensor are in the same order everywhere: `serve`
+            # asks the first.
             for key, info in part.tensors.items():
                 infos.setdefault(key, info)
                 self._holders.setdefault(key, []).append(rank)
+        # The model's own order, which all processes have: numbers in it name tensors in messages.
         order = [("model", name) for name in model.net.state_dict()]
         order += [("optimizer", name) for name in pack("optimizer", self.optimizer)[1]]
         self.infos = {key: infos[key] for key in order if key in infos}
@@ -286,6 +291,7 @@ class StateTable:
         """Returns a tensor that this process writes; with `gathered`, another one may send it."""
         if key in self._own:
             return self._own[key]
+        # A broadcast, so that all other processes hear it; only the holder answers.
         self._ask(self._numbers[key])
         received = self.infos[key].empty()
         dist.recv(_flat(received), group=self._group, group_src=self._holders[key][0])
@@ -294,6 +300,7 @@ class StateTable:
     def serve(self) -> None:
         """Sends tensors that rank 0 requests until it calls `end`; returns at once on rank 0."""
         keys = list(self._numbers)
+        # The others' whole part of a save. Rank 0 also ends it after a failure, see `saving`.
         while self.rank and (number := self._ask(_END)) != _END:
             if self.rank == self._holders[keys[number]][0]:
                 value = self._own[keys[number]]
@@ -306,6 +313,7 @@ class StateTable:
 
     def _ask(self, number: int) -> int:
         """Returns rank 0's `number` on every process."""
+        # The value counts only on rank 0.
         asked = torch.tensor([number])
         dist.broadcast(asked, group=self._group, group_src=0)
         return int(asked)
@@ -315,6 +323,7 @@ class StateTable:
         bytes_of: dict[int, int] = {}
         written_by: dict[Key, int] = {}
         for key in sorted(self.infos, key=lambda key: -self.infos[key].nbytes):
+            # Deterministic, because each process computes the assignment of all.
             rank = min(self._holders[key], key=lambda rank: (bytes_of.get(rank, 0), rank))
             bytes_of[rank] = bytes_of.get(rank, 0) + self.infos[key].nbytes
             written_by[key] = rank
@@ -345,6 +354,7 @@ def _merged(trees: list[Mapping[str, Any]], model: HybridModel) -> dict[str, Any
     for same in zip(*groups, strict=True):
         names = {name for group in same for name in group["params"]}
         merged.append({**same[0], "params": sorted(names, key=order.__getitem__)})
+    # Reversed, so that the lowest rank's entry wins, as in `infos`.
     state = {name: entry for tree in reversed(trees) for name, entry in tree["state"].items()}
     return {
         "state": {name: state[name] for name in sorted(state, key=order.__getitem__)},

@@ -109,6 +109,7 @@ class CheckpointStore:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed_step = -1
+        # Reentrant: `publish` marks the best inside of it.
         self._lock = threading.RLock()  # for the directory, and for the next line
         self._unsaved_best: Best | None = None
 
@@ -181,6 +182,7 @@ class CheckpointStore:
             target=self._in_background, args=(step, run), name="checkpoint", daemon=False
         )
         self._thread.start()
+        # Even if the step is saved again: `tidy` gives the newest generation this name.
         return path_of(self.root, step)
 
     def is_seen_by_all(self, world: World, again: bool = False) -> bool:
@@ -219,9 +221,11 @@ class CheckpointStore:
         """
         if (thread := self._thread) is not None:
             thread.join()  # orders the thread's write of `_failure` before the read below
+            # Only the thread of the training reads or writes this attribute.
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
+            # The mark was for a checkpoint that does not exist now.
             with self._lock:
                 if self._unsaved_best is not None and self._unsaved_best.step == self._failed_step:
                     self._unsaved_best = None
@@ -248,6 +252,7 @@ class CheckpointStore:
         """
         with self._lock:
             best = Best(step, float(value), criterion)
+            # Perhaps a thread is writing it just now: under the lock it is either published or not.
             if step not in self.steps():
                 self._unsaved_best = best
                 return
@@ -274,12 +279,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: the mark is damaged, or the marked checkpoint is missing or damaged.
         """
+        # The mark and the directory belong together: a save in the background may replace both.
         with self._lock:
             mark = read_best(self.root)
             if mark is None:
                 return None
             candidates = generations(self.root, mark.step)
         path = candidates[-1] if candidates else path_of(self.root, mark.step)
+        # Outside of the lock: it reads every byte, and a save must not wait for that.
         verify(path)
         return path
 
@@ -300,6 +307,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: all are damaged; the user must decide whether to start from scratch.
         """
+        # A run that is still training may prune the one that is being read.
         while checkpoints := published(self.root):
             for _, _, path in reversed(checkpoints):
                 try:
@@ -330,6 +338,7 @@ class CheckpointStore:
             make_directory(self.root)
             # first, because this is the space that a full disk lacks
             with self._lock:
+                # Nobody else writes here: only one run saves into a root, and one save at a time.
                 remove(self.root, list(self.root.glob(f"{TEMPORARY}*")))
             temporary.mkdir()
         return temporary
@@ -346,6 +355,7 @@ class CheckpointStore:
     ) -> Path:
         """Gives a complete directory its final name; then marks the best, and prunes."""
         with self._os_errors(step, temporary):
+            # Last: a directory without it is not a checkpoint, whatever files it has.
             manifest = render_manifest({"format": FORMAT, "step": step, "files": dict(entries)})
             # all files are on disk; the manifest and the names must be too, before the rename
             write_file(temporary / MANIFEST, lambda file: file.write(manifest))
@@ -366,6 +376,7 @@ class CheckpointStore:
                 _log.warning(
                     "%s is saved, but old checkpoints could not be cleaned up: %s", path, error
                 )
+            # Asked again: if `tidy` has failed, it has another name.
             return generations(self.root, step)[-1]
 
     def _in_background(self, step: int, run: Callable[[], object]) -> None:
@@ -374,6 +385,7 @@ class CheckpointStore:
         except BaseException as error:
             # logged now as well, in case the run is killed before its next save
             _log.error("the checkpoint of step %d was not saved: %s", step, error)
+            # Read in `wait`, after the thread has been joined.
             self._failure, self._failed_step = error, step
 
     def _prune(self, last: int) -> None:
@@ -418,6 +430,7 @@ def _save_error(temporary: Path, step: int, error: OSError, previous_bytes: int)
     message = f"cannot save the checkpoint of step {step} in {root}: {error}"
     if error.errno not in _NO_SPACE:
         return CheckpointError(message)
+    # Counted as free below: it is removed after the failure.
     written = sum(file.stat().st_size for file in temporary.glob("*"))
     existing = next(path for path in (root, *root.parents) if path.is_dir())
     free = written + shutil.disk_usage(existing).free

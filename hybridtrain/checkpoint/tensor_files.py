@@ -124,6 +124,7 @@ def share_writers(
     """
     shards = [
         (owner, shard)
+        # All processes number the shards of all, so that names agree without a message.
         for owner in sorted(set(written_by.values())) or [0]
         for shard in _shards_of(
             {n: t for n, t in tensors.items() if written_by[n] == owner}, shard_bytes
@@ -220,6 +221,7 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
             metadata = file.metadata() or {}
             as_bytes = json.loads(metadata.pop(_AS_BYTES, "{}"))
             for name in file.keys():  # noqa: SIM118, it is not a mapping
+                # Memory-mapped: nothing is read before it is used.
                 tensor = file.get_tensor(name)
                 if name in as_bytes:
                     dtype, shape = as_bytes[name]
@@ -244,7 +246,9 @@ def without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
     unique, aliases = {}, {}
     for name, tensor in tensors.items():
         key: Any = id(tensor)
+        # Empty tensors all have the address 0.
         if tensor.numel() > 0 and not tensor.is_meta:
+            # Lazy bits too: the same memory holds other numbers then.
             layout = tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
             key = tensor.device, tensor.data_ptr(), tensor.dtype, layout
         if (same := first.setdefault(key, name)) == name:
@@ -281,6 +285,7 @@ def _shards_of(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict
     shards: list[dict[str, TensorInfo]] = [{}]
     used = 0
     for name, tensor in tensors.items():
+        # A tensor larger than a shard gets one of its own, and no file stays empty.
         if shards[-1] and used + tensor.nbytes > shard_bytes:
             shards.append({})
             used = 0
@@ -318,12 +323,14 @@ def _write(
     if as_bytes:
         metadata[_AS_BYTES] = json.dumps(as_bytes)
     header = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    # safetensors aligns the values to 8 bytes after the length and the header.
     header += b" " * (-len(header) % 8)
     file.write(len(header).to_bytes(8, "little"))
     file.write(header)
     for name in order:
         # an empty tensor has no memory to view
         if tensors[name].nbytes > 0:
+            # One tensor at a time: a gathered save holds no more than one of another process.
             file.write(_memory(value(name)))
 
 

@@ -203,6 +203,7 @@ def _read_torch_file(path: Path) -> dict[str, Tensor]:
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True}
     try:
         try:
+            # Memory-mapped, so that each process reads only its stages' tensors.
             content = torch.load(path, mmap=True, **options)
         except RuntimeError:  # from before PyTorch 1.6, or not a torch.save file
             content = torch.load(path, **options)

@@ -139,8 +139,10 @@ def load_weights(
     local_weights = {name: value for name, value in weights.items() if not value.is_meta}
     has_files = reader.shared or model.world.is_main
     if has_files:
+        # Processes with files read them directly; the others get each tensor below.
         model.load_state_dict({**weights, **received})
     placeholders = {name: layer.placeholder for name, layer in layers.items()}
+    # Collective for each tensor, in the same order on all processes.
     for name, whole in reader.sent(local_weights, {**state, **placeholders}, received):
         if name in layers:
             layers[name].load_weight(whole)

@@ -94,6 +94,7 @@ class AgreedLoader(Loader):
             DataError: they are not.
         """
         name = name_of(self.dataset)
+        # Zeros are readers without samples, and may be several.
         if self.divided and len(set(digests) - {0}) < len(digests) - digests.count(0):
             raise DataError(
                 f"several {noun} read the same samples from {name}: {self._how_to_divide}"
@@ -127,6 +128,8 @@ class AgreedLoader(Loader):
                         if piece is not None and piece.state is not None:
                             at = self._with_state(at, piece.worker, piece.state)
                         yield batch, at
+                # On all replicas alike, since they agree on the number of batches. Otherwise this
+                # would loop forever.
                 if at.batch == first:
                     raise DataError(
                         f"{name} yielded less than one batch of samples in epoch {at.epoch}, after "
@@ -169,18 +172,24 @@ class AgreedLoader(Loader):
         is_alone = every and self._world.data_parallel_size == 1
         begin = None if is_alone else self._world.begin_max
         exchange = partial(begin_exchange, self._world, begin, not every)
+        # Two pieces ahead: a batch must know whether it is the last one of its epoch.
         piece = next(pieces, None)
         following = next(pieces, None) if piece else None
+        # In the same order in all processes: this is a collective of the group of objects.
         message = exchange(piece, following)
         spare: Any = None
         first = True
         while True:
             after_following = next(pieces, None) if following else None
+            # Started before the wait for the last one, so that it overlaps with the step that uses
+            # this batch.
             next_message = exchange(following, after_following)
             counts, next_counts, digests, sizes = message()
             total = sum(counts)
             if first:
                 self._compare(digests)
+                # All processes have the same counts, so all of them call `gather`, or none. The
+                # exchange above was started before it everywhere.
                 if total >= at_least and 0 in counts and self.divided:
                     sample = _one_sample(piece.batches[0]) if piece is not None else None
                     spare = next(
@@ -198,10 +207,12 @@ class AgreedLoader(Loader):
             if piece is not None:
                 batches, samples = piece.batches, piece.samples
                 counted = [b for b, count in zip(batches, samples, strict=True) if count]
+                # A replica that runs out later pads with a sample of its own last batch.
                 spare = counted[0] if counted else spare
             elif not reads:
                 batches, samples = unread_batches(sizes, owned), [counts[i] for i in owned]
             else:
+                # It counts for nothing, but the replica must take part in the step's collectives.
                 batches, samples = [_one_sample(spare)] * len(owned), [0] * len(owned)
             last = sum(next_counts) < at_least
             yield batch_of_shares(batches, samples, owned, total, last), piece
@@ -249,7 +260,9 @@ def begin_exchange(
         # a collate function may return more or fewer samples than it gets
         size = batch_size(*piece.batches[number]) if piece and with_sizes else 0
         rows[replica] = [count, next_count, piece.digest if piece else 0, size]
+    # On the CPU: gloo's thread reduces it in place while the step runs.
     values = torch.tensor(rows)
+    # A maximum: each row is filled by its own replica, and zero elsewhere.
     work = begin(values) if begin is not None else None
 
     def received() -> list[list[int]]:
@@ -358,6 +371,7 @@ class OwnLoader(AgreedLoader):
             if digest is None:
                 digest = digest_of(batch)
             if number >= skip:
+                # Right after the batch: the loader advances with the next one.
                 state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
                 yield Piece([tuple(batch)], [batch_size(*batch)], digest=digest, state=state)
 

@@ -119,11 +119,14 @@ def fetch(
         for batch in batches:
             numbers = batch.numbers
             if options.workers:
+                # When the DataLoader sends the request to a worker, which is before the batch is
+                # received.
                 requested.append(numbers)
             yield replace(batch, indices=numbers)
 
     def reading(worker: int) -> str:
         """Returns the samples that a worker is reading: its first batch not yet received."""
+        # PyTorch hands out batches to the workers in turn, and returns them in that order.
         turn = (worker - watched.received) % options.workers
         return samples_of(dataset, requested[turn] if turn < len(requested) else ())
 
@@ -137,6 +140,7 @@ def fetch(
 class _Loader(DataLoader[Any]):
     def check_worker_number_rationality(self) -> None:
         """Says once, in a line, what PyTorch says in six lines for each loader and epoch."""
+        # Not `cpu_count`: a scheduler may give this process a part of the machine.
         if self.num_workers > len(os.sched_getaffinity(0)):
             _say_too_many(self.num_workers)
 
@@ -163,12 +167,14 @@ class _Starter:
 
     def call(self, function: Callable[[], Any]) -> Any:
         """Returns `function()`, called in that thread."""
+        # A new one per call: several loaders may start workers at the same time.
         result: Future[Any] = Future()
         with self._lock:
             if self._thread is None or not self._thread.is_alive():  # or this process was forked
                 self._thread = threading.Thread(target=self._run, name="starter", daemon=True)
                 self._thread.start()
         self._calls.put((function, result))
+        # Raises what `function` has raised, in the caller's thread.
         return result.result()
 
     def _run(self) -> None:
@@ -220,6 +226,7 @@ class WatchedLoader:
         self.received = 0
         self.device = world.devices[0]
         # The workers' seeds come from this generator instead of the default one.
+        # Drawing from the default one would change the random numbers of the script.
         generator = torch.Generator()
         generator.manual_seed(world.data_parallel_rank)
         self._loader = _Loader(
@@ -239,6 +246,7 @@ class WatchedLoader:
     def batches(self) -> Iterator[Any]:
         """Yields the loader's batches; must not run in the main thread."""
         self.received = 0
+        # Read by the main thread in `check_workers` and `close`.
         iterator = self._iterator = self._started()
         try:
             while True:
@@ -247,10 +255,12 @@ class WatchedLoader:
                 except StopIteration:
                     return
                 except RuntimeError as error:
+                    # First: a worker that died explains the error better than the queue that broke.
                     self.check_workers()
                     if str(error).startswith("DataLoader timed out after"):
                         worker = self.received % self._options.workers
                         reading = self._reading(worker)
+                        # A hanging worker does not answer a request to stop.
                         self.close(kill=True)
                         raise worker_hangs(worker, self._options.timeout_s, reading) from None
                     raise
@@ -258,8 +268,10 @@ class WatchedLoader:
                 self.received += 1
                 self._on_batch()
                 yield batch
+                # Or this frame would keep it until the next one is there.
                 del batch
         finally:
+            # Persistent workers of a stream stay for the next epoch; the stream closes them.
             if not self._loader.persistent_workers:
                 self.close()
 
@@ -273,9 +285,11 @@ class WatchedLoader:
 
     def check_workers(self) -> None:
         """Raises a DataError if a worker process has ended unexpectedly."""
+        # Without its signal handler PyTorch notices a dead worker only after its timeout.
         for number, worker in enumerate(private.loader_workers(self._iterator)):
             if worker.exitcode is not None:
                 error = worker_ended(number, worker.pid, worker.exitcode, self._reading(number))
+                # The other thread is waiting for a batch that will not come.
                 self.close(kill=True)
                 raise error
 
@@ -299,6 +313,8 @@ class _Batches(Dataset[Any]):
         self.collate = collate or already_batched
 
     def __getitems__(self, batch: Request) -> Any:
+        # A generator of its own, so that a transform in this process does not draw from the default
+        # one, which the training uses.
         with DrawsOf(generator := torch.Generator()):
             return self._made(batch, generator)
 
@@ -308,10 +324,12 @@ class _Batches(Dataset[Any]):
             generator.manual_seed(seed)
             if get_worker_info() is not None:  # no other code draws in a worker process
                 random.seed(seed)
+                # NumPy takes 32 bits.
                 np.random.seed(seed & 0xFFFF_FFFF)
 
         dataset, indices = self.dataset, batch.numbers
         index: Any = None
+        # Not all indices: the numbers of a sample must not depend on the others in its batch.
         first = [*indices[:1]]
         try:
             if getattr(dataset, "__getitems__", None):
@@ -325,6 +343,7 @@ class _Batches(Dataset[Any]):
         except Exception as error:
             where = samples_of(dataset, indices if index is None else [index])
             return Failure.of(f"{where} cannot be read", error)
+        # Again: how much the samples have drawn must not matter.
         draw_for(*first, _OF_A_COLLATE)
         return collated(items, self.collate, dataset, samples_of(dataset, indices))
 
@@ -389,6 +408,7 @@ def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
             torch.cuda.set_device(watched.device)
         has_more = True
         while has_more:
+            # Before the fetch, so that no more than `_AHEAD` batches exist besides the one in use.
             free_slots.acquire()
             if ended.is_set():  # the consumer has freed this slot to end the thread
                 return
@@ -403,6 +423,7 @@ def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
             traceback.clear_frames(error.__traceback__)
             ready.put((None, error))
             return False
+        # An unbounded queue: `free_slots` is the bound, so this never blocks.
         ready.put((item, None))
         return item is not None
 
@@ -415,8 +436,10 @@ def prefetch(watched: WatchedLoader) -> Generator[Any, None, None]:
             yield item
             del item  # or this frame would keep it alive while waiting for the next item
     finally:
+        # Before the release, by which the thread wakes and looks at it.
         ended.set()
         free_slots.release()
+        # The thread may be in the user's code, which cannot be interrupted.
         thread.join(_END_S)
         if thread.is_alive():
             watched.close(kill=True)
@@ -429,6 +452,7 @@ def _next(ready: _Ready, watched: WatchedLoader) -> Any:
             try:
                 item, error = ready.get(timeout=_POLL_S)
             except queue.Empty:
+                # Or the handler would raise its own text for the same worker here.
                 with _torch_handler_off():
                     watched.check_workers()
                 continue

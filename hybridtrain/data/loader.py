@@ -195,10 +195,13 @@ class Loader:
     def batches(self, readers: Collection[int] | None = None) -> Generator[Batch, None, None]:
         """Yields the `Batch`es of the next epoch; see `stream` for `readers`."""
         if self._left_early:
+            # Here and not at the exit: a state that is saved after the break must still be in the
+            # epoch.
             self.position = Position(self.position.epoch + 1)
         self._left_early = False
         with closing(self.stream(readers)) as stream:
             for batch in stream:
+                # Before the yield, because a loop that breaks never comes back.
                 self.current, self._left_early = batch, not batch.last
                 yield batch
                 if batch.last:
@@ -217,6 +220,7 @@ class Loader:
         """
         with closing(self._batches_from(self.position, readers)) as batches:
             for batch, position in batches:
+                # Also before the yield: a checkpoint in the step has the position after its batch.
                 self.position = position
                 yield batch
 
@@ -376,7 +380,9 @@ class TrainLoader(Loader):
     ) -> Generator[tuple[Batch, Position], None, None]:
         requests = self._requests(start.next)
         reads = reads_here(readers, self._world)
+        # Closed with this generator, which ends the thread and the workers.
         with closing(fetch(self.dataset, requests, self.options, self._world, reads)) as fetched:
+            # The same walk as in `_requests`, which runs ahead of it in the thread.
             for epoch, batch, total, slices in self._plan(start.next):
                 pairs = list(itertools.islice(fetched, len(slices)))
                 if len(pairs) < len(slices):
@@ -404,6 +410,7 @@ class TrainLoader(Loader):
 
     def _requests(self, start: Position) -> Iterator[Request]:
         """Yields the requests for the batches of this process, ahead of their use."""
+        # A permutation is drawn once per epoch, when its first batch is requested.
         ordered, order = -1, torch.arange(self.samples)
         for epoch, batch, _, shares in self._plan(start):
             if self._shuffle and epoch != ordered:
@@ -502,6 +509,7 @@ def grouped(order: Tensor, lengths: Tensor, batch_size: int, seed: int, epoch: i
     """
     count = len(order) // batch_size
     pools = order[: count * batch_size].split(_POOL * batch_size)
+    # Stable, so that samples of equal length keep the order of the permutation on all hosts.
     batches = torch.cat([pool[lengths[pool].argsort(stable=True)] for pool in pools] or [order[:0]])
     # negative epochs: other numbers than those of any permutation of samples
     turns = permutation(count, seed, -1 - epoch)
@@ -563,6 +571,7 @@ def in_order_of_replicas(batches: Sequence[Batch]) -> list[Batch]:
         if any(batches[number].inputs.shares[place].ahead for number, place in chosen):
             return list(batches)  # already in this order
         shares = [
+            # Its random numbers are those of the batch that it came from.
             batches[number].inputs.shares[place]._replace(ahead=number - turn)
             for number, place in chosen
         ]

@@ -103,6 +103,8 @@ def _entries(leaf: Any) -> Iterator[Any]:
         return
     yield f"{tuple(leaf.shape)} {leaf.dtype}"
     if leaf.ndim and 0 not in leaf.shape:
+        # A view first, so that nothing but the compared entries is copied or read from a mapped
+        # file.
         sampled = leaf[:: max(1, len(leaf) // _COMPARED_SAMPLES)]
         yield sampled.reshape(len(sampled), -1)[:, :_ENTRIES_OF_A_SAMPLE]
 
@@ -116,6 +118,7 @@ def _paths(entries: Sequence[Any]) -> Iterator[str]:
     pairs = all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries)
     paths = [entry[0] for entry in entries] if pairs else entries
     if paths and all(isinstance(path, str | os.PathLike) for path in paths):
+        # Paths contain no zero byte, so lists differ if their texts do.
         yield "\0".join(below_common_folder(paths))
         yield repr([entry[1] for entry in entries]) if pairs else ""
 

@@ -225,6 +225,7 @@ def _evaluated_alone(
     if "classes" in signature(function).parameters and not settings.get("classes"):
         numbers = range(metadata.get("num_classes") or 0)
         settings["classes"] = metadata.get("classes") or [*map(str, numbers)] or None
+    # A context variable, because data functions of the user's own do not have this argument.
     token = _TRAINED_ON.set(metadata)
     try:
         splits = function(**settings)
@@ -232,6 +233,7 @@ def _evaluated_alone(
         return None
     finally:
         _TRAINED_ON.reset(token)
+    # The classes stay those of the trained model: its outputs are numbered by them.
     of_data = {name: value for name, value in splits.metadata.items() if name not in _OF_CLASSES}
     if "longest" in metadata and "longest" in of_data:  # of all samples of the run
         of_data["longest"] = max(metadata["longest"], of_data["longest"])
@@ -264,6 +266,7 @@ def digest_of_texts(texts: Iterable[str]) -> str:
     """Returns a short digest of strings, in order."""
     hasher = hashlib.blake2b(digest_size=8)
     for text in texts:
+        # A terminator, or ["ab", "c"] and ["a", "bc"] would be equal.
         hasher.update(text.encode("utf-8", "surrogateescape") + b"\0")
     return hasher.hexdigest()
 

@@ -234,10 +234,12 @@ class StreamLoader(AgreedLoader):
             self._seed,
             start,
         )
+        # One for all epochs: a worker keeps its data set, and so its state.
         watched = WatchedLoader(
             part, options, self._world, lambda _: f"a batch of {name}",
             batch_size=None, persistent_workers=options.workers > 0,
         )  # fmt: skip
+        # A data set that is not divided is skipped in the workers, which then need not collate.
         skip = start.batch if self.divided and not start.states else 0
         try:
             while True:
@@ -250,8 +252,10 @@ class StreamLoader(AgreedLoader):
         digests: dict[int, int] = {}  # by worker
         with closing(prefetch(watched)) as pieces:
             for number, piece in enumerate(pieces):
+                # A text stands for a turn of a worker, see `_StreamPart`.
                 if not isinstance(piece, Piece) or number < skip:
                     continue
+                # Only the first piece of each worker has read the samples that a digest covers.
                 if piece.worker not in digests:
                     digests[piece.worker] = piece.digest
                     self._compare(list(digests.values()), "worker processes")
@@ -271,6 +275,7 @@ class StreamLoader(AgreedLoader):
         with closing(epochs):
             pieces = next(epochs)
             piece = next(pieces, None)
+            # A collective call: also of processes that do not read, and of those without samples.
             if self._world.data_parallel_size > 1:
                 self._compare(self._gather_by_replica(0 if piece is None else piece.digest))
             while (part := self._known_piece(piece, readers)) is not None:
@@ -282,6 +287,7 @@ class StreamLoader(AgreedLoader):
 
     def _known_piece(self, piece: Piece | None, readers: Collection[int] | None) -> Piece | None:
         """Returns `piece`, or, in a process that does not read, one of equal `Unread` batches."""
+        # The same answer in all processes, so all exchange, or none.
         if all_read(readers, self._world):
             return piece
         begin, owned = self._world.begin_max_in_pipeline, self._world.owned_replicas
@@ -292,6 +298,7 @@ class StreamLoader(AgreedLoader):
 
     def _gathered_states(self, at: Position) -> list[Any]:
         states = {worker: pickle.loads(state) for worker, state in at.states.items()}
+        # Every reader has read the same samples, so one state is that of all.
         if not self.divided:
             return [states.get(-1)]
         local_state = {"worker": at.worker, "states": states, "workers": self.options.workers}
@@ -348,6 +355,8 @@ class _StreamPart(IterableDataset[Any]):
     start: Position
 
     def __iter__(self) -> Iterator[Any]:
+        # Called once per epoch, in the worker: PyTorch sends the data set only when a worker
+        # starts.
         start, self.start = self.start, Position(self.start.epoch + 1)
         return self._pieces(start)
 
@@ -356,6 +365,7 @@ class _StreamPart(IterableDataset[Any]):
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         if info is not None:
             reader_id = (self.owned.start, worker) if self.divided else (0, 0)
+            # Of integers, so it is the same in every process.
             seed = hash((self.seed, start.epoch, *reader_id)) & 0x7FFF_FFFF
             for seed_generator in (torch.manual_seed, random.seed, np.random.seed):
                 seed_generator(seed)
@@ -370,6 +380,7 @@ class _StreamPart(IterableDataset[Any]):
         reader = _Reader(self.dataset)
         if not self.divided and state is None:
             reader.take(start.batch * self.batch_size)
+        # PyTorch asks worker 0 first; the next batch is that of worker `start.worker`.
         if self.divided and worker < start.worker % workers:
             yield "a turn"  # this worker had its turn before the state was saved
         # A data set that shards itself gives this worker only its samples. From any other, the
@@ -382,6 +393,8 @@ class _StreamPart(IterableDataset[Any]):
         for number in itertools.count():
             is_mine = number % turns == worker % turns
             samples, total = reader.take(size, owned if is_mine else range(0), replica_of)
+            # Only in the worker whose batch it is, so that one error is reported once, in its
+            # place.
             if reader.failure is not None and (is_mine or total == 0):
                 yield reader.failure
                 return

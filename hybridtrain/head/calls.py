@@ -53,6 +53,7 @@ class HeadCall(ModuleCall):
         # in a backward it runs again, because it is recomputed, and must save the same tensors
         if not (_state.is_lazy or in_backward()):
             return module._call_impl(*args, **kwargs)
+        # A mode around the module's own call, so that its hooks see the lazy product.
         with _LazyProducts():
             return module._call_impl(*args, **kwargs)
 
@@ -66,6 +67,7 @@ def install(net: nn.Module, names: Collection[str]) -> None:
     for name, module in net.named_modules():
         outer: Any = compiled_call(module)
         has_inner = hasattr(outer, "compiled") and not isinstance(outer, HeadCall)
+        # Such as a `LayerCall`, which stays outside: the layer may be a stage's.
         inner: Callable[..., Any] | None = outer.compiled if has_inner else outer
         if name in names and inner is None:
             inner = HeadCall(module)

@@ -45,6 +45,7 @@ def head_of(net: nn.Module, head: str) -> HeadChoice:
     names = [name for name, module in linears.items() if id(module) in inside] or list(linears)
     if not names:
         return HeadChoice((), "the model has no nn.Linear")
+    # In the order of registration, which most models share with their forward.
     last = names[-1]
     classes = linears[last].out_features
     if head == "auto" and classes < LARGE_VOCABULARY:

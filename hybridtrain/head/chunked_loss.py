@@ -101,6 +101,7 @@ def token_losses(terms: Sequence[Term], loss: Loss) -> Tensor:
     Gradients go to all hidden states, weights and biases of `terms` that need one. Any autocast of
     the caller must be off.
     """
+    # The input part must not give the weight a gradient: the weight part does.
     fixed = [_without_gradient(term) for term in terms]
     with_grad = torch.is_grad_enabled()
     losses: Tensor
@@ -109,6 +110,7 @@ def token_losses(terms: Sequence[Term], loss: Loss) -> Tensor:
         hidden = [term.hidden.detach() for term in terms]
         values = [value for term in terms for value in (term.weight, term.bias)]
         factors = [term.factor for term in terms]
+        # Zeros are added, so that the sum has both nodes and the values of the first alone.
         losses = losses + _WeightPart.apply(factors, loss, log_sums, hidden, *values)
     return losses
 
@@ -148,6 +150,7 @@ def _logits(
         bias = None if term.bias is None else term.bias[classes].to(hidden.dtype)
         product = F.linear(hidden, weight.to(hidden.dtype), bias).float()
         if logits is None:
+            # In place from here on: `product` is a new tensor.
             logits = product if term.factor == 1.0 else product.mul_(term.factor)
         else:
             logits.add_(product, alpha=term.factor)
@@ -199,10 +202,13 @@ def _gradient_of_logits(
     """Returns the derivative by the logits before softcap and factor, written over `logits`."""
     at_all, share, at_target = (numbers[tokens] for numbers in rows)
     start, count = classes.start or 0, logits.shape[1]
+    # Over the logits, which are not needed any more: one table of a chunk instead of two.
     gradient = logits.sub_(log_sums[tokens, None]).exp_().mul_(at_all)
     if loss.smoothing:
         weights = loss.class_weights
         gradient.sub_(share if weights is None else share * weights[classes])
+    # Targets outside of this chunk of classes add zero at a clamped place, without a branch on the
+    # device.
     place = loss.classes()[tokens, None] - start
     is_here = (place >= 0) & (place < count)
     gradient.scatter_add_(1, place.clamp(0, count - 1), -at_target * is_here)
@@ -240,6 +246,7 @@ class _InputPart(torch.autograd.Function):
                 spread = log_sum * weights.sum() - (logits @ weights)[:, None]
                 of_token = of_token + spread * share
             losses[chunk] = of_token[:, 0]
+            # As in evaluation: nothing but the loss is needed.
             if all(gradient is None for gradient in gradients):
                 continue
             of_logits = _gradient_of_logits(logits, slope, log_sums, loss, rows, tokens=chunk)
@@ -254,6 +261,7 @@ class _InputPart(torch.autograd.Function):
                     gradient[chunk] = product if term.factor == 1 else product * term.factor
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [h.dtype for h in hidden]
+        # It only feeds the weight part, whose gradient is computed directly.
         ctx.mark_non_differentiable(log_sums)
         return losses, log_sums
 
@@ -282,6 +290,7 @@ class _WeightPart(torch.autograd.Function):
         *values: Tensor | None,
     ) -> Tensor:
         ctx.factors, ctx.loss = factors, loss
+        # Saved by autograd, so that a change in place is noticed.
         ctx.save_for_backward(log_sums, *hidden, *values)
         return torch.zeros_like(log_sums)
 
@@ -292,6 +301,7 @@ class _WeightPart(torch.autograd.Function):
         factors, loss, count = ctx.factors, ctx.loss, len(ctx.factors)
         hidden, weights, biases = saved[:count], saved[count::2], saved[count + 1 :: 2]
         terms = list(map(Term, hidden, weights, biases, factors))
+        # Filled chunk by chunk, so no sum over chunks rounds.
         gradients = [
             torch.empty_like(value) if needed else None
             for value, needed in zip(saved[count:], ctx.needs_input_grad[4:], strict=True)

@@ -165,6 +165,7 @@ class _Origin:
         self.is_changed = False
         self.families = families
         self._call: tuple[Callable[..., Any], Any, dict[str, Any]] | None = function, args, kwargs
+        # The logits are made later, perhaps in other modes and in another thread.
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         kind = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)).device.type
@@ -172,6 +173,7 @@ class _Origin:
 
     def make(self) -> Tensor:
         """Returns the logits."""
+        # Once, for all that ask: the product is what the laziness saves.
         if self.value is None:
             self.value = self._made(made)
             self._call = None  # holds the values on the way
@@ -242,6 +244,7 @@ class LazyLogits(Tensor):
         )
         LazyLogits.exist = True
         logits.recipe, logits.origin = recipe, origin
+        # Weak: a value that nobody holds need not be made when a relative changes in place.
         for family in origin.families:
             family[id(logits)] = logits
         return logits
@@ -258,12 +261,15 @@ class LazyLogits(Tensor):
             if result is not NotImplemented:
                 return result
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
+        # After a change in place the wrapper's description may be wrong, such as its version.
         if func in _DESCRIBING and not leaves[0].origin.is_changed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         if in_place or name in _OF_OBJECT or "out" in kwargs:
+            # Views share memory in plain PyTorch: once one changes, the recipes of all relatives
+            # are wrong.
             for leaf in leaves:
                 for family in leaf.origin.families:
                     for relative in list(family.values()):
@@ -327,6 +333,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """
     recipes = [part.recipe for part in parts if isinstance(part, LazyLogits) and _is_lazy(part)]
     kinds = {(r.softcap, r.factor, r.class_dim, r.dtype, len(r.terms)) for r in recipes}
+    # Along dimension 0 samples are joined, so it must not be that of the classes.
     if len(recipes) < len(parts) or len(kinds) > 1 or not recipes[0].class_dim:
         return torch.cat(without_lazy(list(parts)))
     terms = tuple(
@@ -383,8 +390,10 @@ def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     if dtype is None:
         return F.linear(hidden, weight, bias)
     kind = hidden.device.type
+    # The cast is explicit, in the dtype that autocast would choose for a linear layer.
     with torch.autocast(kind, enabled=False):
         term = Term(hidden.to(dtype), weight, bias)
+    # The cast copy as well as its source: either may be changed before the logits are made.
     versions = tuple((t, t._version) for t in (*tensors, term.hidden) if not t.is_inference())
     recipe = _Recipe((term,), False, 1.0, hidden.dim() - 1, dtype, versions)
     args = versions, hidden, weight, bias
@@ -392,6 +401,7 @@ def lazy_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def _product(versions: _Versions, *tensors: Any) -> Tensor:
+    # At the time of use: a plain layer would have computed with the old values.
     _check_unchanged(versions)
     return F.linear(*tensors)
 
@@ -446,6 +456,7 @@ def _derived(recipe: _Recipe, func: Any, args: Any, kwargs: dict[str, Any]) -> L
 
 
 def _scaled(recipe: _Recipe, number: float) -> _Recipe:
+    # A factor after the tanh cannot move into the terms before it.
     if recipe.softcap:
         return replace(recipe, factor=recipe.factor * number)
     terms = tuple(replace(term, factor=term.factor * number) for term in recipe.terms)
@@ -593,6 +604,7 @@ def _bound(args: Any, kwargs: dict[str, Any], *names: tuple[str, Any]) -> list[A
 def _rearrange(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     logits, *rest = args
     recipe = logits.recipe
+    # Only the classes have size 2, so the probe shows where that dimension goes.
     sizes = [2 if dim == recipe.class_dim else 1 for dim in range(logits.dim())]
     try:
         probe = func(torch.empty(sizes, device="meta"), *rest, **kwargs)
@@ -637,8 +649,10 @@ def _dims_of_index(item: Any) -> int:
 def _argmax(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     logits, dim, keepdim = _bound(args, kwargs, ("dim", None), ("keepdim", False))
     recipe = logits.recipe
+    # If they exist, their argmax costs less than the products.
     if dim is None or dim % logits.dim() != recipe.class_dim or logits.origin.value is not None:
         return NotImplemented
+    # Before the computation, which would take the present values.
     recipe.check_unchanged()
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         classes = largest_classes(recipe.of_tokens(), recipe.softcap, recipe.factor)
@@ -664,6 +678,7 @@ def _cross_entropy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         or list(target.shape) != others
         or target.device != logits.device
         or recipe.class_dim != min(1, len(others))
+        # A function waits for the gradient of the logits, which the chunks never form as a whole.
         or (recipe.attached and torch.is_grad_enabled())
         or (average, reduce) != (None, None)
         or reduction not in ("mean", "sum", "none")
@@ -673,6 +688,7 @@ def _cross_entropy(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     recipe.check_unchanged()
     kind = logits.device.type
+    # The dtype that autocast gives a cross-entropy.
     dtype = torch.float32 if torch.is_autocast_enabled(kind) else recipe.dtype
     with torch.autocast(kind, enabled=False):
         loss = Loss(

@@ -76,6 +76,8 @@ class LaneActivity:
 
     def begin(self, action: Action) -> None:
         """Records that the lane executes `action`, in this thread."""
+        # Two writes: the watchdog may see one without the other, but judges only a process that has
+        # not moved for long.
         self.action, self.thread = action, threading.get_ident()
 
     def wait(self, waiting: bool) -> None:
@@ -115,6 +117,7 @@ class Activity:
     def now(self, phase: Phase, step: int | None = None) -> None:
         """Records that work of `phase` begins, for a step."""
         work = Work(phase, step)
+        # `set` would find the phase entered and change nothing else.
         if phase in _IN_STEPS and phase in self.entered:  # in every step
             self.work = work
         else:
@@ -181,12 +184,15 @@ class Activity:
 
     def wait_for_save(self, seconds: float) -> None:
         """Waits until no checkpoint is being written, at most `seconds`."""
+        # A save that begins after this is lost, and harmless: its directory is only published when
+        # it is complete.
         wait_until(lambda: not self._saves, seconds)
 
     def begin_step(self, lanes: int) -> list[LaneActivity]:
         """Returns the records of the step's lanes, which the stages' threads write."""
         self.steps += 1
         if len(self.lanes) != lanes:
+            # Replaced as a whole: the watchdog iterates over the list that it has read.
             self.lanes = [LaneActivity() for _ in range(lanes)]
         return self.lanes
 
@@ -240,14 +246,18 @@ def end_process(
     """
     with ending_within(wait_for_save + 3 * PRINT_S, code):
         activity.wait_for_save(wait_for_save)
+        # By SIGKILL, because a worker that is stopped does not receive SIGTERM.
         for child in multiprocessing.active_children():
             # `is_alive` asserts that this process, not one that it was forked from, is the parent
             with suppress(AssertionError, OSError, ValueError):
                 if child.daemon and child.is_alive():
                     child.kill()
+        # A flush would wait for the pipe that the last write is still waiting for.
         if not is_stuck():
             try_to_write(_flush)
         at_last()
+        # Not `sys.exit`: it would only end this thread, and the interpreter's end waits for threads
+        # in C++ calls, such as a collective.
         os._exit(code)
 
 
@@ -263,6 +273,7 @@ def ending_within(seconds: float, code: int) -> Iterator[None]:
 
     The block should have limits of its own; this is for what it cannot foresee.
     """
+    # A thread and not SIGALRM: Python calls handlers in the main thread only, which may be blocked.
     last = threading.Timer(seconds, os._exit, [code])
     last.daemon = True
     with suppress(RuntimeError):  # the interpreter is ending, and starts no threads

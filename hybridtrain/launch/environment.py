@@ -134,6 +134,7 @@ def _slurm_master(environ: Mapping[str, str], job: int, step: int) -> tuple[str,
             raise WorldError(f"MASTER_PORT={port} is no port: set one from 1 to {_ALL_PORTS[-1]}")
         return host, port
     # 4099 is prime: ports of a job's steps are far apart, and far from the next jobs' first steps
+    # Computed, not searched: all tasks must find the same port before they can talk.
     return host, _PORTS[(job + 4099 * step) % len(_PORTS)]
 
 
@@ -145,6 +146,8 @@ def free_port() -> int:
     """
     for _ in range(100):
         port = secrets.choice(_PORTS)  # not by `random`, which a script may have seeded
+        # Closed again before rank 0 listens on it. Without SO_REUSEADDR a port whose last
+        # connections are in TIME_WAIT fails too, as it would for rank 0.
         with suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
@@ -202,6 +205,8 @@ def first_host(nodelist: str) -> str:
     >>> first_host("node[012-014,020],other"), first_host("r1i0n[3,5]"), first_host("a,b")
     ('node012', 'r1i0n3', 'a')
     """
+    # Slurm lists only hosts with a common prefix in one bracket, so the first number of each
+    # bracket gives the first host.
     match = re.match(r"\s*([^\[,\s]+)((?:\[[^\]]*\][^\[,\s]*)*)", nodelist)
     if match is None:
         raise WorldError(f"cannot read the Slurm host list {nodelist!r}")

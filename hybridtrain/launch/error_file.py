@@ -22,6 +22,8 @@ def write_error_file(line: str, at: float | None = None) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    # Whole seconds, the precision of torchrun's own file: callers shift `at` by whole seconds to
+    # come after another process.
     timestamp = str(int(time.time() if at is None else at))
     details = {"py_callstack": line, "timestamp": timestamp}
     with suppress(OSError):

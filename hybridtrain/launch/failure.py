@@ -38,6 +38,7 @@ from hybridtrain.launch.watchdog import Watchdog, current
 _WAIT_FOR_CAUSE_S = 3.0
 _WAIT_FOR_LOST_S = 0.3
 
+# By text, because gloo and NCCL raise plain RuntimeErrors for everything.
 _BROKEN_CONNECTION = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -89,24 +90,33 @@ def find_cause(error: BaseException, watchdog: Watchdog) -> Failure | None:
     """
     failure: Failure | None
     is_broken = is_broken_connection(error)
+    # Another process has raised the original, and is about to publish it.
     is_copy = copied_problem(error) is not None and not is_broken
     has_timed_out = _has_timed_out(error)
     # perhaps by the launcher, because another process has died
     is_interrupted = isinstance(error, KeyboardInterrupt)
+    # Any other error is this process's own.
     if not (is_copy or is_broken or has_timed_out or is_interrupted):
         return None
+    # Short after an interrupt: a user may be waiting for the prompt.
     deadline = time.monotonic() + (_WAIT_FOR_LOST_S if is_interrupted else _WAIT_FOR_CAUSE_S)
     while time.monotonic() < deadline:
+        # Known first: the store may end with a rank 0 that has seen this process's acknowledgement.
         failure = watchdog.known_failure or watchdog.store.failure()
         if failure is not None:
             return failure
+        # With a copy, the process of the original may have printed it and ended already: that end
+        # is no failure of its own.
         if not is_copy and (failure := watchdog.lost_process(watchdog.store)) is not None:
             return watchdog.store.claim(failure)
         time.sleep(0.05)
     if has_timed_out:
+        # Only now: stacks are written once per run, and a published cause says more.
         failure = watchdog.explain_stall(watchdog.store, watchdog.timeout_s)
+        # None: another process collects the stacks and will publish the failure.
         return None if failure is None else watchdog.store.claim(failure)
     if is_broken:
+        # In this order, because `process_gone` watches signs of life for five seconds.
         failure = _left(watchdog) or watchdog.process_gone(0.0)
         return None if failure is None else watchdog.store.claim(failure)
     return None
@@ -149,8 +159,10 @@ def first_failure(
         watchdog.store.acknowledge_failure()
         return first, cause is not None
 
+    # Its store would not answer until the limit.
     if watchdog.main_is_stopped:
         raise TimedOut("rank 0, which serves the store, is stopped")
+    # On the main thread's connection, which is free: this thread waits meanwhile.
     return within(STORE_S, decide)
 
 
@@ -188,6 +200,7 @@ _before: Any = None
 def tell_uncaught_errors() -> None:
     """Installs an exception hook that reports an uncaught error to the other processes."""
     global _before
+    # Installed twice, `_before` would be this hook, and call itself.
     if sys.excepthook is not _report:
         _before, sys.excepthook = sys.excepthook, _report
 
@@ -217,17 +230,24 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
             answers = not isinstance(gone, TimedOut)
             first = watchdog.known_failure or store_gone(failure, error, watchdog)
             is_cause = first is not failure
+    # Before anything is printed: its threads print the cause, of which this error is a consequence.
     watchdog.await_end()
     watchdog.end_threads()  # a debugger may be starting, and must not be killed
+    # A failure of another rank with the same text is the same error on all ranks: one of them
+    # prints the traceback.
     if not is_cause and (first == failure or not first.line.endswith(text)):
         _show(kind, error, trace)
     with suppress(OSError, RuntimeError):
+        # One second later for a failure of another process: torchrun reports the earliest error.
         within(PRINT_S, write_error_file, first.line, first.time + (first != failure))
     say(f"error: {first.line}")
+    # In these cases the interpreter's end would wait for the stuck collective, the full pipe or the
+    # store.
     if first.exit_code == EXIT_STALLED or is_stuck() or not answers:
         stalled = first.exit_code == EXIT_STALLED
         watchdog.exit_code = EXIT_STALLED if stalled else failure.exit_code
         watchdog.end(first)
+    # Last: the interpreter now ends, and with rank 0 the store.
     watchdog.wait_for_readers()
 
 

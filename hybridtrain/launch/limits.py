@@ -47,6 +47,7 @@ def within(seconds: float, action: Callable[..., T], *args: Any) -> T:
         except BaseException as error:
             errors.append(error)
 
+    # Daemon, so that a call that never returns does not keep the interpreter from ending.
     thread = threading.Thread(target=run, name="limited", daemon=True)
     try:
         thread.start()
@@ -55,6 +56,7 @@ def within(seconds: float, action: Callable[..., T], *args: Any) -> T:
     thread.join(seconds)
     if errors:
         raise errors.pop()
+    # Not `thread.is_alive()`: a result that comes between the limit and this line still counts.
     if not results:
         raise TimedOut(f"no answer within {seconds:g} s")
     return results[0]
@@ -79,6 +81,7 @@ def try_to_write(write: Callable[[], object]) -> None:
     try:
         within(PRINT_S, write)
     except TimedOut:
+        # The thread that still waits holds the stream's lock, so the next write would wait as well.
         _stuck = True
     except Exception:  # the terminal is gone, the disk is full, or a stream is None or the script's
         pass

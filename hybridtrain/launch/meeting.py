@@ -66,6 +66,7 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
     """
     deadline = time.monotonic() + timeout_s
 
+    # A timer, because `join` is blocked in the store's connect and cannot look at the time.
     said = threading.Timer(_SAY_AFTER_S, _say_waiting, [launch])
     said.daemon = True
 
@@ -80,6 +81,8 @@ def meet(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Store:
     try:
         # in another thread: a server that answers nothing, or a rank 0 that is stopped, blocks the
         # calls of the store for longer than their own limit
+        # Longer than the limits inside, which give better messages: rank 0 gives up at `timeout_s`
+        # and the others `_TELL_S` later.
         shared, prefix, outcome = within(timeout_s + 2 * _TELL_S, join)
     except (RuntimeError, ValueError) as error:
         raise WorldError(_not_joined(launch, timeout_s, error)) from error
@@ -155,6 +158,9 @@ def _shared(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Sto
     host, port = launch.master
     hosted = launcher_serves_store(environ)
     try:
+        # PyTorch would only wait for a number of workers; `_welcome` waits for the ranks and can
+        # name them. Multi-tenant as PyTorch's own rendezvous, which may use the same port in this
+        # process.
         store = TCPStore(
             host,
             port,
@@ -168,6 +174,8 @@ def _shared(launch: Launch, environ: Mapping[str, str], timeout_s: float) -> Sto
         if not launch.run:
             return shared
         if launch.rank == 0:
+            # The `get` of the others waits for it, so they notice the server of another run before
+            # they leave a hello there.
             shared.set("run", launch.run)
             return shared
         run = shared.get("run").decode()
@@ -219,14 +227,19 @@ def _welcome(
     while pending and time.monotonic() < deadline:
         for rank in sorted(pending):
             if store.check([f"hello/{rank}"]):
+                # Read again in each round: a process that was restarted before it joined has drawn
+                # a new one.
                 hello = store.get(f"hello/{rank}")
                 if answered.get(rank) != hello:
                     store.set(f"welcome/{hello.decode()}", prefix)
                     answered[rank] = hello
                 failed = f"failed/{hello.decode()}"
+                # Before `joined`: a process that has failed joins too, to read the outcome, and is
+                # then no longer pending.
                 if error is None and store.check([failed]):
                     line = store.get(failed).decode()
                     error = f"rank {rank} failed before joining the other processes: {line}"
+                    # A few seconds more, in which the others join and so learn of the error.
                     deadline = min(deadline, time.monotonic() + _TELL_S)
             if store.check([f"{prefix}/joined/{rank}"]):
                 joined[rank] = ProcessId(*json.loads(store.get(f"{prefix}/joined/{rank}")))
@@ -245,6 +258,8 @@ def _welcome(
             text = f"rank 0 is waiting for {ranks} of {size} processes to join"
             try_to_write(partial(_log.warning, text))
         time.sleep(_POLL_S)
+    # Set also after success: the others wait for this key, so no process leaves before all have
+    # joined.
     outcome = {"missing": sorted(pending), "error": error}
     store.set(f"{prefix}/outcome", json.dumps(outcome))
     if error is not None or pending:  # the store may shut down with this process
@@ -274,16 +289,21 @@ def _arrive(
     """
     rank, hello = launch.rank, uuid.uuid4().hex
     if error is not None:
+        # Before the hello: rank 0 looks for it when it reads the hello, and would otherwise let
+        # this process join first.
         store.set(f"failed/{hello}", error)
     store.set(f"hello/{rank}", hello)
 
     def remaining() -> timedelta:
+        # At least a second: a timeout of 0 means no timeout to PyTorch's stores.
         return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
     try:
         store.wait([f"welcome/{hello}"], remaining())
         on_welcome()
         prefix = str(store.get(f"welcome/{hello}"), "utf-8")
+        # Its value is the process ID, by which rank 0 notices that this process ends before all
+        # have joined.
         store.set(f"{prefix}/joined/{rank}", json.dumps(this_process()))
         # rank 0 gives up at about the same deadline
         store.wait([f"{prefix}/outcome"], remaining() + timedelta(seconds=_TELL_S))
@@ -331,7 +351,9 @@ def check_reachable(store: Store, launch: Launch, environ: Mapping[str, str]) ->
         return
     address = [socket.gethostname(), _is_loopback(environ), _interfaces()]
     store.set(f"address/{launch.rank}", json.dumps(address))
+    # `get` waits for each rank, and all publish before they read.
     addresses = [json.loads(store.get(f"address/{rank}")) for rank in range(launch.size)]
+    # Several launchers on one host: their processes reach each other by its loopback address.
     if len({host for host, _, _ in addresses}) == 1:
         return
     for host, loopback, interfaces in addresses:

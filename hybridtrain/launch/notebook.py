@@ -28,6 +28,8 @@ from hybridtrain.launch.process_id import end_with_parent
 # How long the other processes have to end when one has failed, and after a signal.
 _GRACE_S = 15.0
 _CHILD = "from hybridtrain.launch.notebook import run_child; run_child()"
+# With variables of an outer launcher a child would take itself for one of that launcher's
+# processes.
 _FOREIGN = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
 
 
@@ -76,6 +78,7 @@ def notebook_launcher(
     with tempfile.TemporaryDirectory(prefix="hybridtrain-") as name:
         folder = Path(name)
         (folder / "call.pkl").write_bytes(dumped((function, tuple(args)), "function= and args="))
+        # Once for all ranks: the port in it must be the same.
         variables = {**_environment(num_processes, nb_part), **(env or {})}
         children: list[subprocess.Popen[bytes]] = []
         try:
@@ -93,7 +96,10 @@ def notebook_launcher(
         finally:
             for child in children:
                 if child.poll() is None:
+                    # By SIGKILL: the grace period is over, or this process is being interrupted for
+                    # the second time.
                     child.kill()
+                # Reaps it: a kernel lives long, and each zombie would keep a process ID.
                 child.wait()
                 if child.stdout is not None:
                     child.stdout.close()
@@ -123,10 +129,13 @@ def run_child() -> None:
         # reported to the notebook before the other processes notice and fail as well
         report = {
             "rank": rank,
+            # The clock of this machine, which all children share: the earliest report is the cause
+            # of the others.
             "time": time.time(),
             "summary": f"{type(error).__name__}: {error}",
             "traceback": "".join(traceback.format_exception(error)),
         }
+        # Atomic, because the launcher may kill this process meanwhile, and then reads all reports.
         write_atomically(folder / f"error{rank}.pkl", pickle.dumps(report))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -203,6 +212,8 @@ def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
                         lines += [incomplete_lines[rank]] if incomplete_lines[rank] else []
                         incomplete_lines[rank] = b""
                     _show(rank, lines)
+                # After a failure the other processes can still end by themselves and report; they
+                # would wait forever in a collective otherwise.
                 if deadline is None and (failed is not None or not running):
                     deadline = time.monotonic() + _GRACE_S
                 if deadline is not None and time.monotonic() > deadline:
@@ -211,6 +222,7 @@ def _follow(children: Sequence[subprocess.Popen[bytes]]) -> int | None:
                 if interrupted:
                     raise
                 interrupted = True
+                # Twice, because a `Trainer` finishes its step and saves first.
                 deadline = time.monotonic() + 2 * _GRACE_S
                 for child in children:
                     if child.poll() is None:
@@ -235,6 +247,8 @@ def _raise_first_failure(
     """Raises the error of the process that failed first: the earliest report, or else `failed`."""
     reports = [pickle.loads(path.read_bytes()) for path in folder.glob("error*.pkl")]
     if reports:
+        # Not the first in the order of exit codes: a process that fails because of another one may
+        # end earlier.
         first = min(reports, key=lambda report: report["time"])
         raise ProcessFailedError(
             f"{first['summary']} on rank {first['rank']} of {len(children)}\n\n{first['traceback']}"

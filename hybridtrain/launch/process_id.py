@@ -30,9 +30,12 @@ def process_state(pid: int) -> tuple[str, str] | None:
     """Returns the state letter and the start time of a process; None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # After the last parenthesis, because the command's name before it may hold spaces and
+            # parentheses.
             fields = file.read().rpartition(")")[2].split()
     except OSError:
         return None
+    # `starttime`, field 22 of proc(5), in clock ticks since boot: fields 1 and 2 are cut off.
     return fields[0], fields[19]
 
 
@@ -68,9 +71,11 @@ def has_ended(process: ProcessId) -> bool:
         try:
             os.kill(process.pid, 0)
         except OSError as error:
+            # A PermissionError means that there is a process.
             return isinstance(error, ProcessLookupError)
         return False
     state = process_state(process.pid)
+    # A zombie counts as ended: its launcher has not reaped it yet, but it runs no more.
     return state is None or state[1] != process.started or state[0] in "ZX"
 
 
@@ -84,6 +89,7 @@ def is_stopped(process: ProcessId) -> bool:
 
 def kill(process: ProcessId) -> None:
     """Kills a process of this host, even if it is stopped."""
+    # Checked right before the kill: the system may have given the ID to another process.
     if is_seen_from_here(process) and not has_ended(process):
         with suppress(OSError):
             os.kill(process.pid, signal.SIGKILL)

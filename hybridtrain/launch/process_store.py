@@ -102,6 +102,7 @@ class ProcessStore:
 
     def clone(self) -> ProcessStore:
         """Returns a `ProcessStore` with a separate connection, for another thread."""
+        # A single process has nobody to exchange facts with: its clone begins with an empty store.
         store = self._store.clone() if self.size > 1 else None
         clone = ProcessStore(store, self.rank, self.size)
         clone._places = self._places
@@ -130,6 +131,8 @@ class ProcessStore:
 
     def leave(self) -> None:
         """Publishes that this process ends normally."""
+        # Before this process ends: whoever sees that it has ended, and then no `left`, knows that
+        # it died.
         self._store.set(f"left/{self.rank}", "")
         self.acknowledge_failure()  # it has no need to know of one
 
@@ -161,12 +164,15 @@ class ProcessStore:
 
     def signs(self, ranks: Sequence[int]) -> list[Sign]:
         """Returns the last signs of life of these processes, in one request."""
+        # One request, since a process makes it every two seconds for all ranks.
         texts = self._store.multi_get([f"alive/{rank}" for rank in ranks]) if ranks else []
         values = [text.decode().split() for text in texts]
         return [Sign(int(count), float(overdue)) for count, overdue in values]
 
     def claim(self, failure: Failure) -> Failure:
         """Records `failure` as the end of the run unless there is one; returns the recorded one."""
+        # With an empty expected value the store sets only a key that is absent, and returns the
+        # value that it then has: of all processes, exactly one wins.
         return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))
 
     def failure(self) -> Failure | None:
@@ -221,10 +227,13 @@ class ProcessStore:
 
     def _value(self, key: str) -> str | None:
         """Returns the value of a key, or None without waiting if the key is not set."""
+        # No key is ever deleted, so a key that was there is there, and `get` does not wait.
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 def _failure(text: str | bytes) -> Failure:
     values = json.loads(text)
     unresponsive = tuple(ProcessId(*process) for process in values.pop("unresponsive"))
+    # Equal to the failure that was published, also its time: JSON keeps all digits of a float.
+    # Callers compare it with their own to learn who was first.
     return Failure(**values, unresponsive=unresponsive)

@@ -97,7 +97,11 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
         name = signal.Signals(number).name
         if number in (signal.SIGINT, signal.SIGTERM):
             now = time.monotonic()
+            # The handler runs when the main thread is not blocked; for the other case the thread of
+            # `_watch_pipe` counts the same signals.
             if is_second(number, first, now):
+                # Before the exception, because on its way out the engine would wait for its
+                # threads.
                 end_at_once()
                 _restore(previous)
                 signal.raise_signal(number)  # ends a script as it would without `fit`
@@ -109,6 +113,7 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
 
     for number in STOP_SIGNALS:
         handler = signal.getsignal(number)
+        # None: a handler that was not set from Python, which could not be restored.
         if handler is not signal.SIG_IGN and handler is not None:
             previous[number] = signal.signal(number, stop)
     counted = [number for number in (signal.SIGINT, signal.SIGTERM) if number in previous]
@@ -165,6 +170,8 @@ def is_second(number: int, first: float | None, now: float) -> bool:
     """
     if first is None:
         return False
+    # A terminal's Ctrl-C without a launcher reaches the process once, so a second one is the
+    # user's.
     passed_on = number == signal.SIGTERM or any(name in os.environ for name in _LAUNCHERS)
     return not passed_on or now - first >= _PASSED_ON_S
 
@@ -191,7 +198,9 @@ def _second_signal_ends(numbers: Collection[int] | None) -> Iterator[None]:
     if numbers is None:
         raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         numbers = [signal.SIGINT] * raises
+    # A full pipe is no reason for a warning: two numbers in it are enough.
     previous = signal.set_wakeup_fd(_pipe(), warn_on_full_buffer=False)
+    # One assignment, which the thread reads once per signal: it never sees half of a block.
     _block = _Block(numbers)
     try:
         yield
@@ -216,9 +225,12 @@ def _pipe() -> int:
     """Returns the write end of the pipe for signals, and starts the thread that reads it."""
     global _write_end
     if _write_end is None:
+        # Never closed: the C-level handler may write to it at any time.
         read_end, _write_end = os.pipe()
+        # `set_wakeup_fd` demands it: a handler must not block.
         os.set_blocking(_write_end, False)
         threading.Thread(target=_watch_pipe, args=(read_end,), name="signals", daemon=True).start()
+        # A forked data worker inherits the pipe, but not the thread that reads it.
         os.register_at_fork(after_in_child=_forget)
     return _write_end
 
@@ -241,9 +253,11 @@ def _watch_pipe(read_end: int) -> None:
         if not is_second(number, block.first, now):
             block.first = block.first or now
             continue
+        # The main thread gets a moment to end the block itself by its KeyboardInterrupt.
         while _block is block and time.monotonic() < now + _GRACE_S:
             time.sleep(0.05)
         if _block is block:
             name = signal.Signals(number).name
             say(f"\nended by a second signal, {name}, without saving")
+            # In this thread: the main thread is blocked, or it would have left the block.
             end_process(128 + number, wait_for_save=0)

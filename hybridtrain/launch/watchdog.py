@@ -65,6 +65,7 @@ _TORCH = Path(str(getattr(find_spec("torch"), "origin", ""))).parent
 _LIBRARY = Path(__file__).parents[1]
 _STDLIB = Path(threading.__file__).parent
 
+# `<` as in `<frozen importlib>`, and code without a file.
 _NOT_THE_USERS = (str(_LIBRARY), str(_TORCH), str(_STDLIB), "<")
 
 _NEUTRAL = tuple(str(_STDLIB / name) for name in ("threading.py", "queue.py", "contextlib.py"))
@@ -109,13 +110,17 @@ def write_stacks(path: Path) -> None:
 
 def report(activity: Activity) -> Report:
     """Returns what this process is doing, and whether it seems to wait for other processes."""
+    # A snapshot while all threads run on: good enough, because a process that is asked for it
+    # stands.
     frames = sys._current_frames()
     main = threading.main_thread()
     best: tuple[int, str, FrameType | None] = (0, "", None)
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
+        # A thread may have been the last one of several lanes, see `LaneActivity`.
         lanes = [lane for lane in activity.lanes if lane.thread == thread.ident]
         actions = [lane.action for lane in lanes if lane.action]
+        # Threads without an action, such as this one, are not what the run waits for.
         if frame is None or not (thread is main or actions):
             continue
         blame, action = _blame(frame), ""
@@ -124,6 +129,8 @@ def report(activity: Activity) -> Report:
             busy = [lane.action for lane in lanes if lane.action and not lane.waiting]
             blame = blame if busy else 0
             action = describe((busy or actions)[0])
+        # The busiest thread decides: the others of this process may be waiting for it. Of two that
+        # are equally busy, the one with an action says more.
         if best[2] is None or (blame, bool(action)) > (best[0], bool(best[1])):
             best = blame, action, frame
     blame, action, innermost = best
@@ -236,6 +243,8 @@ class Progress:
     def look(self) -> None:
         """Compares the record with what it was at the last look."""
         record, now = self._record, time.monotonic()
+        # Both threads of the watchdog call this, without a lock: the worst is a `_since` that is a
+        # tick too late.
         lanes = tuple((lane.action, lane.waiting) for lane in record.lanes)
         state = record.work, record.steps, record.compared, lanes
         # or this process itself was stopped meanwhile
@@ -250,6 +259,8 @@ class Progress:
     def overdue_s(self) -> float:
         """Returns the seconds without progress beyond the limit, see `Sign`."""
         overdue = self.idle_s() - self.limit(self._record.work)
+        # Stacks are read only when it matters, and the limit begins again when the debugger is
+        # left.
         if overdue >= 0 and stands_in_debugger():
             self._since = time.monotonic()
             return -self._stall_s
@@ -266,6 +277,7 @@ class Progress:
         if work is None:
             return self._stall_s
         phase, steps = work.phase, self._record.steps
+        # Counted from the phase's own first step: a run's first evaluation may come late.
         first = steps - self._record.entered.get(phase, steps) <= _FIRST_STEPS
         # processes synchronize only at the end of an evaluation, where they may wait for the first
         # batch of one
@@ -296,11 +308,13 @@ class Liveness:
         self.timeout_s = max(timeout_s, _LEAST_S)
         self._store = store
         self._clock = clock
+        # `stands` must learn within a fraction of the limit that a process has moved again.
         self._every_s = min(BEAT_S, max(_TICK_S, stall_s / 4)) if stall_s > 0 else BEAT_S
         self._others = [rank for rank in range(store.size) if rank != store.rank]
         # rank 0 watches all, and the others watch rank 0
         self._watched_ranks = self._others if store.rank == 0 else [0]
         self._signs: dict[int, Sign] = {}
+        # When the sign of a rank has last changed, by this process's clock: clocks of hosts differ.
         self._changed: dict[int, float] = {}
         self._next = 0.0
         self._beat_count = 0
@@ -315,6 +329,7 @@ class Liveness:
         """
         now = self._clock()
         if now >= self._next:
+            # Before the request: a slow store must not be asked more often.
             self._next = now + self._every_s
             self._beat_count += 1
             self._store.beat(self._beat_count, overdue_s)
@@ -324,6 +339,8 @@ class Liveness:
                 if known is None or known.count != sign.count:
                     self._changed[rank] = self._clock()
                 self._signs[rank] = sign
+        # Also without a request: this thread has come back from those of its last tick, in `_run`.
+        # The guard reads it, in the other thread.
         self._answered = self._clock()
 
     def silent(self) -> tuple[int, float] | None:
@@ -331,6 +348,7 @@ class Liveness:
         now = self._clock()
         for rank in self._watched_ranks:
             seconds = now - self._changed.get(rank, now)
+            # A process that has left is silent because it has ended, after all its work.
             if seconds > self.timeout_s and not self._store.has_left(rank):
                 return rank, seconds
         return None
@@ -344,6 +362,7 @@ class Liveness:
         if sign is None:  # not read yet
             return False
         seconds = self._clock() - self._changed[rank]
+        # More than two signs are missing: a process whose host is slow may miss one.
         late = seconds - self._every_s if seconds > 2.5 * self._every_s else 0.0
         return sign.overdue_s + late >= 0
 
@@ -398,6 +417,8 @@ class Watchdog:
         self.exit_code = 1
         self.known_failure: Failure | None = None
         self.prints_failures = True
+        # In another thread with a limit: rank 0, which serves the store, may be stopped after the
+        # meeting.
         self._processes = within(timeout_s + _LEAST_S, store.enter)
         # a connection of its own: on one, the main thread's wait for a key would block the beats
         self._store = within(_LEAST_S, store.clone)
@@ -414,6 +435,7 @@ class Watchdog:
         """Starts the threads unless they run; replaces another watchdog of this process."""
         global _current
         if _current is not None and _current is not self:
+            # Both would answer the same requests, on the same keys.
             _current.end_threads()
             atexit.unregister(_current.end_threads)
         _current = self
@@ -421,6 +443,7 @@ class Watchdog:
             targets = [self._watch]
             if self._store.size > 1:
                 targets.append(self._guard)
+            # Daemon: a store call that never returns must not keep the process alive.
             self._threads = [
                 threading.Thread(target=target, name="watchdog", daemon=True) for target in targets
             ]
@@ -435,13 +458,17 @@ class Watchdog:
         if _current is self:
             _current = None
         with suppress(RuntimeError):
+            # Before the threads end: the others' watchdogs must find `left` when this process is
+            # gone.
             within(VERDICT_S, self.store.leave)
         self.end_threads()
         atexit.unregister(self.end_threads)
+        # A later run of this process begins with the limits of first steps again.
         self._activity.set(None)
 
     def end_threads(self) -> None:
         """Ends the threads; this process is no longer watched."""
+        # Wakes both threads at once, and `_follow`, which leaves the report to the main thread.
         self._ended.set()
         for thread in self._threads:
             # a thread may be in a store call without an end, and exits with the process anyway
@@ -450,6 +477,8 @@ class Watchdog:
     def lost_process(self, store: ProcessStore) -> Failure | None:
         """Returns a failure about a process of this host that ended silently, or None."""
         for rank, process in enumerate(self._processes):
+            # `has_ended` first: it costs no request. And in this order a process that leaves and
+            # ends between the two is not taken for lost.
             if rank == store.rank or not has_ended(process) or store.has_left(rank):
                 continue
             last = self._last_seen(store, rank)
@@ -491,6 +520,7 @@ class Watchdog:
         store = self.store
         ranks = range(store.size)
         signs_before = store.signs(ranks)
+        # Longer than two beats: one may be late.
         time.sleep(max(seconds, 2.5 * BEAT_S))
         for rank, before, sign in zip(ranks, signs_before, store.signs(ranks), strict=True):
             if rank != store.rank and sign == before and not store.has_left(rank):
@@ -538,15 +568,20 @@ class Watchdog:
         last_tick = since = time.monotonic()
         while not self._ended.wait(_TICK_S):
             now = time.monotonic()
+            # Time in which this process was stopped says nothing about the store.
             if now - last_tick > 20 * _TICK_S:  # this process itself was stopped meanwhile
                 since = now
             last_tick = now
+            # Here too, because the other thread may be blocked in a request.
             self._progress.look()
             seconds = min(self._liveness.unanswered_s(), now - since)
+            # Set by the other thread, which has ended: only this one is left to notice a stall.
             if self._store_is_gone:
                 failure = self._stall_without_store()
             elif seconds > self._liveness.timeout_s:
                 failure = self._unanswered(seconds)
+            # Much earlier than the limit: a stopped rank 0 on this host is known for certain. One
+            # that is continued in time does no harm, so only a stall ends the run.
             elif seconds > BEAT_S and self.main_is_stopped:
                 failure = self._stall_without_store()
             else:
@@ -605,8 +640,11 @@ class Watchdog:
         folder = self.stacks or folder
         if not store.request_stacks(str(folder)):
             return None
+        # Itself: the caller may be this process's watchdog, which then reads no requests.
         self._answer(store, folder)
         ranks = range(store.size)
+        # The watchdogs of the others read the request within a tick; one that is silent for this
+        # long cannot run Python.
         wait_until(lambda: len(store.reports("stands", ranks)) == store.size, _WAIT_FOR_STACKS_S)
         reports = store.reports("stands", ranks)
         silent = [rank for rank in ranks if rank not in reports]
@@ -620,6 +658,8 @@ class Watchdog:
                 f"({state}){self._last_seen(store, culprit)}; no progress for {seconds:.0f} s"
             )
         else:
+            # Of those that are equally busy, the one that has begun the fewest steps is the one
+            # that the others wait for.
             culprit = min(
                 ranks, key=lambda rank: (-reports[rank].blame, reports[rank].progress, rank)
             )
@@ -662,6 +702,7 @@ class Watchdog:
             self._store_is_gone = True
         except Exception:
             _log.exception("the watchdog failed; the run continues without it")
+            # Ends the guard too: it would take the missing answers for a store that is gone.
             self._ended.set()
 
     def _run(self) -> None:
@@ -675,18 +716,23 @@ class Watchdog:
                 # not all the time, since that is a request per process for each of the others
                 looks_at_all = work is not None and overdue > -progress.limit(work) / 2
                 self._liveness.beat(overdue, looks_at_all)
+            # Before this process judges itself: a failure that is known already is the first one.
             failure = self._store.failure()
             if failure is not None:
                 self._follow(failure)
                 return
             if (folder := self._store.requested_stacks()) is not None:
                 self._answer(self._store, Path(folder))
+            # Outside of a run no process is expected to live: a script may end a rank between its
+            # steps.
             if work is None:
                 continue
             if size > 1:
                 lost = self.lost_process(self._store)
                 lost = lost or self.silent_process()
                 if lost is not None:
+                    # Returns only if the main thread is already reporting this failure; `_ended` is
+                    # then set.
                     self._end(lost)
                 doing = summary(record)
                 if doing != published and work.phase is not Phase.SETUP:
@@ -694,6 +740,7 @@ class Watchdog:
                     published = doing
             # between two steps another process may take long: only who waits in a step may judge
             if overdue >= 0 and work.phase is not Phase.WAIT and self._all_stand():
+                # None on all but one of the processes, which read its failure in their next ticks.
                 stall = self.explain_stall(self._store, progress.idle_s())
                 if stall is not None:
                     self._end(stall)
@@ -710,6 +757,7 @@ class Watchdog:
 
     def _answer(self, store: ProcessStore, folder: Path) -> None:
         """Publishes this process's report and writes its stacks, to `folder` by default."""
+        # Once: requests stay in the store, and this is called in every tick.
         if not self._answered:
             self._answered = True
             seen = replace(report(self._activity), idle_s=self._progress.idle_s())
@@ -721,6 +769,7 @@ class Watchdog:
     def _end(self, failure: Failure) -> None:
         """Records `failure` as the run's, prints it unless there is an earlier one, and exits."""
         first = self._store.claim(failure)  # several processes may notice the same failure
+        # One failure, one report: a process that was not the first follows the recorded one.
         if first == failure:
             self._print_and_end(failure)
         self._follow(first)
@@ -732,6 +781,7 @@ class Watchdog:
     def _tell_and_end(self, failure: Failure, at: float, prints: bool = True) -> None:
         """Prints a failure, writes it to torchrun's error file with the time `at`, and exits."""
         self._is_ending = True
+        # The last resort for a limit inside that does not hold, such as a thread that cannot start.
         with ending_within(_TO_END_S, self.exit_code):
             with suppress(OSError, RuntimeError):
                 within(PRINT_S, write_error_file, failure.line, at)
@@ -750,9 +800,11 @@ class Watchdog:
             # the main thread is probably about to fail for this reason: it then reports the failure
             # itself, with a traceback where that helps, and ends this thread
             grace = _GRACE_INTERRUPTED_S if failure.exit_code >= 75 else _GRACE_S
+            # Set by `end_threads`, with which the main thread takes over the report.
             if self._ended.wait(grace):
                 return
         if failure.rank == self._store.rank:
+            # The main thread of this process has claimed the failure, and prints it itself.
             self._end_process(failure, self._store)
         else:
             # later than the process that failed: torchrun reports the earliest error
@@ -772,7 +824,10 @@ class Watchdog:
                 kill(process)
 
         with ending_within(_TO_END_S, self.exit_code):
+            # Before the wait for a save: the others need the store, which may end with rank 0, and
+            # can only end when they have read.
             self._wait_for_readers(store, failure.unresponsive)
+            # A save that stands would use up its whole time and still not complete.
             stands_in_save = failure.exit_code == EXIT_STALLED and self._activity.is_in(Phase.SAVE)
             wait_for_save = 0.0 if stands_in_save else WAIT_FOR_SAVE_S
             end_process(self.exit_code, wait_for_save, at_last=kill_unresponsive)
@@ -783,6 +838,7 @@ class Watchdog:
         Called by the main thread, which would report the broken connections of that end.
         """
         if self._is_ending:
+            # Never returns: the watchdog's thread ends the process within this time.
             time.sleep(_TO_END_S)
 
     def wait_for_readers(self) -> None:
@@ -800,9 +856,12 @@ class Watchdog:
 
         def all_know() -> bool:
             others = list(enumerate(self._processes))[1:]
+            # A process that has ended, or is going to be killed, will never acknowledge.
             return store.have_acknowledged(
                 [rank for rank, it in others if it not in unresponsive and not has_ended(it)]
             )
 
         with suppress(RuntimeError):  # the store is gone
+            # `within` too, because a request of `all_know` may block for longer than the limit that
+            # `wait_until` checks between requests.
             within(VERDICT_S, wait_until, all_know, VERDICT_S)

@@ -112,7 +112,9 @@ class BatchCheck:
             return values
         self._is_merged = True
         if (digest := self._digest) is not None:
+            # The largest, and as a negative number the smallest: equal for one common digest.
             values = tuple(map(max, values, (digest, -digest, self._targets_here)))
+        # A new tensor: the last one may still be on its way from the step before.
         self._values = torch.tensor(values)
         return values
 
@@ -121,6 +123,7 @@ class BatchCheck:
 
         A process that calls this where it waits for another one loses no time.
         """
+        # Called in every wait of a step; only the first call does something.
         if not self._is_merged or self._works is not None:
             return
         world, last = self._world, self._world.processes_per_replica - 1
@@ -181,12 +184,14 @@ def batch_digest(*batches: Any) -> int:
             digest.update(type(leaf).__name__.encode())
             continue
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+        # The stored numbers of a sparse or nested tensor are not read.
         if leaf.device.type == "cpu" and leaf.numel() and leaf.layout == torch.strided:
             step = max(1, leaf.numel() // _COMPARED)
             numbers = leaf.detach().reshape(-1)[::step].resolve_conj().resolve_neg()
             # a single number counts as contiguous with any stride
             numbers = numbers.clone(memory_format=torch.contiguous_format)
             digest.update(numbers.view(torch.uint8).numpy().data)
+    # 62 bits, so that its negative, and a bound above it, are int64 too.
     return int.from_bytes(digest.digest(), "little") >> 2
 
 
@@ -200,9 +205,12 @@ def check_replicas(net: nn.Module, world: World) -> None:
     """
     if world.data_parallel_size == 1:
         return
+    # Meta tensors are parameters of other processes of the pipeline.
     mine = {name: int(checksum(p)) for name, p in net.named_parameters() if not p.is_meta}
+    # Numbers of a few bytes per parameter, not the weights.
     everyones = world.gather((world.data_parallel_rank, mine))
     first: dict[str, int] = {}
+    # Several processes of replica 0 have a part of the parameters each.
     for replica, sums in everyones:
         if replica == 0:
             first |= sums
@@ -267,6 +275,8 @@ def check_frozen_alike(names: Sequence[str], world: World) -> None:
     if world.size == 1:
         return
     text = f"requires_grad of {', '.join(names)} has changed"
+    # Before a collective: a rank that has changed nothing is in its step, and would never join
+    # `gather`.
     if not world.all_arrive(min(_AGREEMENT_S, world.timeout_s / 2)):
         raise ConfigError(
             f"{text} on rank {world.rank}, but not on all ranks: change it on all ranks before "
@@ -285,4 +295,6 @@ def check_frozen_alike(names: Sequence[str], world: World) -> None:
 def checksum(tensor: Tensor) -> Tensor:
     """Returns the wrapping sum of the bits of each number in `tensor`, a 0-dim int64 tensor."""
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    # Of the bits, so that NaN equals NaN and -0.0 differs from 0.0. Integers wrap, so the order
+    # does not matter.
     return values.contiguous().view(_WORDS[values.element_size()]).sum(dtype=torch.int64)

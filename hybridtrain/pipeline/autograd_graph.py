@@ -61,6 +61,7 @@ def nodes_from(roots: Sequence[Root], through_python: bool = True) -> Iterator[N
             continue
         seen[id(node)] = node
         yield node
+        # In any order: callers only collect.
         stack += [following for following, _ in node.next_functions if following is not None]
 
 
@@ -101,6 +102,7 @@ def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:
     for leaf in tree_flatten(values)[0]:
         if not isinstance(leaf, Tensor):
             continue
+        # By address and not by view base: `detach` and `.data` share memory without being views.
         other = by_memory.setdefault(_memory_of(leaf), leaf)
         if other is not leaf:
             raise SplitError(
@@ -114,6 +116,7 @@ def refuse_overlaps(values: Sequence[Any], changer: str | None) -> None:
 def _memory_of(tensor: Tensor) -> int:
     """Returns the memory address that a tensor shares with its views."""
     try:
+        # An empty storage has the address 0, which all would share.
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of others
         return storage_id(tensor)

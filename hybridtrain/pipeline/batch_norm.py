@@ -70,6 +70,8 @@ class BatchNormCollector:
         self.clear()
         self._active = self.norm.training
         if self._active:
+            # Then PyTorch's forward normalises by the statistics of the micro-batch and updates
+            # nothing.
             self.norm.track_running_stats = False
 
     def clear(self) -> None:
@@ -79,6 +81,7 @@ class BatchNormCollector:
     def end(self) -> None:
         """Stops collecting."""
         if self._active:
+            # Also after a failure: the flag is the user's.
             self.norm.track_running_stats = True
         self._active = False
 
@@ -93,6 +96,7 @@ class BatchNormCollector:
                 norm.num_batches_tracked += 1
                 if momentum is None:
                     momentum = 1.0 / float(norm.num_batches_tracked)
+            # Unbiased over all samples of the step, as PyTorch's running variance is.
             variance = squares / max(self._count - 1, 1)
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum or 0.0)
             assert norm.running_var is not None
@@ -101,10 +105,12 @@ class BatchNormCollector:
     _active = False
 
     def _collect(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A recomputed forward has been counted in its first run.
         if not self._active or is_recomputing():
             return
         with torch.no_grad():
             values = (args[0] if args else kwargs["input"]).detach()
+            # Sums over a batch in half precision would lose the smaller deviations.
             values = values.to(torch.promote_types(values.dtype, torch.float32))
             dims = [0, *range(2, values.dim())]
             count = values.numel() // values.shape[1]
@@ -115,6 +121,8 @@ class BatchNormCollector:
             # Chan, Golub and LeVeque (1979): two sets of deviations into one
             total = self._count + count
             delta = mean - self._mean
+            # Before the mean, whose old value `delta` refers to. In place: no other object has
+            # these tensors.
             self._squares += variance * count + delta**2 * (self._count * count / total)
             self._mean += delta * (count / total)
             self._count = total

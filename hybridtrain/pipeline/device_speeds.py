@@ -51,7 +51,10 @@ def with_device_speeds(options: PipelineOptions, world: World) -> PipelineOption
 
 def _rates(world: World) -> list[float]:
     """Returns the matrix products per second of each device of this process; a collective call."""
+    # Together, so that processes of one host take their share of its cores and memory, as in
+    # training.
     world.all_arrive(world.timeout_s)
+    # Each device once: several stages on it share its speed.
     rates = {device: _rate(device) for device in dict.fromkeys(world.devices)}
     return [rates[device] for device in world.devices]
 
@@ -62,6 +65,7 @@ def _rate(device: torch.device) -> float:
     result = torch.mm(matrix, matrix)  # warms up
 
     def wait() -> None:
+        # Waits for the GPU, which only queues the products.
         result[0, 0].item()
 
     wait()

@@ -40,6 +40,8 @@ class HostBuffer:
         return self.memory[: count * dtype.itemsize].view(dtype)
 
     def __del__(self) -> None:
+        # Nothing but an append, which is atomic: the garbage collector may call this in any thread,
+        # between any two instructions.
         self._returned.append((self.memory, self.ready))
 
 
@@ -96,6 +98,7 @@ class HostMemory:
             self._take_back()
             for size, free in self._free.items():
                 count = len(free) + self._in_use.get(size, 0)
+                # Never more than are free: `_most_in_use` is at least what is in use now.
                 for _ in range(count - self._most_in_use.get(size, 0)):
                     free.pop()
                     self.nbytes -= size
@@ -106,6 +109,8 @@ class HostMemory:
             memory, ready = self._returned.popleft()
             size = memory.numel()
             self._in_use[size] -= 1
+            # The event goes along: the copy out of the buffer may still run, and the next user
+            # waits for it.
             self._free.setdefault(size, []).append((memory, ready))
 
     def _new(self, size: int) -> Tensor:

@@ -60,6 +60,7 @@ def guarding_saved(state: StageState) -> Iterator[None]:
     Raises:
         UserError: in the backward, that the values have changed; names the layer.
     """
+    # A copy, since a comparison in the block may add to it; these were known before.
     changes = dict(state.uncounted)
     hooks = saved_hooks()  # outer ones, which PyTorch does not call around the hooks here
     # these compare versions themselves, and the tensor must be able to leave its device
@@ -69,6 +70,7 @@ def guarding_saved(state: StageState) -> Iterator[None]:
         change = None
         if tensor.layout == torch.strided and not tensor.is_meta:
             change = changes.get(storage_id(tensor))
+        # Only of tensors that are known to change unseen: a digest reads all of the memory.
         before = None if change is None else digest(tensor)
         packed = None if hooks is None else hooks[0](tensor)
         held = None if are_of_offload and change is None else tensor

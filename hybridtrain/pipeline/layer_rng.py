@@ -90,6 +90,7 @@ class LayerRNG:
     @classmethod
     def of_world(cls, seed: int, world: World, probes_compiled: bool = False) -> LayerRNG:
         """Returns the random numbers of a model in this process."""
+        # Two stages on one GPU draw from its one default generator, in any order.
         shared = len(set(world.devices)) < len(world.devices) or world.devices[0].type != "cuda"
         generator = None if shared else current_gpus_generator
         return cls(seed, world.owned_replicas.start, probes_compiled, generator)
@@ -113,6 +114,7 @@ class LayerRNG:
         """Moves to the next step."""
         self.step += 1
         self._drawing |= self._seen
+        # After the threads of the step have ended, so no lock is needed.
         self._seen.clear()
 
     def draws(self, layer: int) -> bool:
@@ -148,7 +150,9 @@ class LayerRNG:
     def rehearsing(self) -> LayerRNG:
         """Returns the same random numbers, for a forward that leaves no trace in these."""
         scratch = copy.copy(self)
+        # What `note_draw` writes.
         scratch.counts, scratch._seen = {}, set()
+        # Nothing is drawn on fake tensors, and a real device's generator must not be touched.
         scratch.own_generator = None
         return scratch
 
@@ -203,6 +207,8 @@ class LayerRNG:
             microbatch: the index of the micro-batch.
             operations: the number.
         """
+        # From the thread of the stage. Each key below belongs to one unit and micro-batch, which
+        # one thread runs at a time.
         self._seen.add(layer)
         # a recomputation repeats the first of them
         counted = self.counts.get((unit, microbatch), 0)
@@ -265,6 +271,7 @@ class _SeededDraws(InterceptedDraws):
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`, drawn from a generator seeded by place."""
+        # A generator of the caller's own is not this project's to seed.
         if kwargs.get("generator") is not None or is_off(operation, args, kwargs):
             return operation(*args, **kwargs)
         if is_traced(args):  # also by a layer that compiles a part of itself
@@ -286,6 +293,7 @@ class _SeededDraws(InterceptedDraws):
         A dropout on a GPU draws from its default generator; a seed and an offset are all of its
         state, and take no lock and no copy.
         """
+        # Neither reads the device, so the host does not wait.
         seed, offset = generator.initial_seed(), generator.get_offset()
         generator.manual_seed(self._next_seed())
         try:
@@ -384,6 +392,7 @@ class _ForwardDraws(_SeededDraws):
             self._own = self._rng.own_generator()
             self.seeds_device = self._own is not None
             if self._own is not None:
+                # The state that a code outside of the layers goes on with, see `leave_stage`.
                 self._found = self._own.initial_seed(), self._own.get_offset()
                 self._seed_own()
 
@@ -416,6 +425,8 @@ class _ForwardDraws(_SeededDraws):
     def _note_unseen(self) -> None:
         if self._own is not None:
             offset = self._own.get_offset()
+            # The offset has moved without an intercepted operation: a kernel that the dispatcher
+            # does not see has drawn.
             if offset != self._offsets.get(self.unit, 0):
                 self._offsets[self.unit] = offset
                 self._note_operations()
@@ -438,6 +449,7 @@ class _ForwardDraws(_SeededDraws):
     @property
     def counts(self) -> tuple[int, int, Mapping[int, int]]:
         """The layer, the unit, and how often each unit has drawn, for `go_on`."""
+        # A copy: the forward goes on, and changes its own.
         return self.layer, self.unit, dict(self._counts)
 
     @property
@@ -532,6 +544,8 @@ def _drawn_from(
     device = generator.device
     on_cpu = device.type == "cpu"
     default = _CPU_GENERATOR if on_cpu else torch.cuda.default_generators[device.index]
+    # Other stages' threads may be in such an operation too, and there is one default generator per
+    # device.
     with default_generator_lock:
         before = default.get_state()
         default.set_state(generator.get_state())
@@ -544,6 +558,7 @@ def _drawn_from(
 
 def seed_of(*key: int) -> int:
     """Returns the seed for `key`; the numbers for different keys are unrelated."""
+    # A fixed byte order and size, so that all hosts draw the same numbers.
     packed = struct.pack(f"<{len(key)}q", *key)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -574,6 +589,8 @@ class BackwardDraws(InterceptedDraws):
 
 
 def _inside_checkpoint() -> bool:
+    # PyTorch does not tell whether a checkpoint recomputes, and this runs only at a draw in a
+    # backward.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:

@@ -136,6 +136,7 @@ class StageState:
             for parts in self._parts
             for part in parts
         }
+        # Weak: a snapshot ends with the graph of its micro-batch, also in a failed step.
         self._open: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         # modules and attributes with objects that forwards change, beyond a flat container
         self._objects: set[tuple[int, str]] = set()
@@ -167,6 +168,8 @@ class StageState:
                     place = id(part), kind, name
                     snapshot.versions.append((place, value, value._version))
                     if (unseen or place in self.changes) and id(value) not in snapshot.copies:
+                        # Only tensors that are known to change: copies of all would take the memory
+                        # of the model per micro-batch.
                         snapshot.copies[id(value)] = _Copy(value, value.detach().clone())
         self._open.add(snapshot)
         return snapshot
@@ -187,8 +190,10 @@ class StageState:
                     f"from {argument('recompute')}, or use a registered buffer and change it from "
                     "the first forward on"
                 )
+        # From here on its copies are what the recomputation changes: no new copy must be added.
         self._open.discard(snapshot)
         swapped: list[tuple[nn.Parameter, Tensor]] = []
+        # Read before anything is put back, since it compares with the present values.
         changes = list(_changes(snapshot))
         present = [(generator, generator.get_state()) for generator, _ in snapshot.generators]
         for generator, state in snapshot.generators:
@@ -200,6 +205,7 @@ class StageState:
                 if isinstance(tensor, nn.Parameter):  # the same object: it gets the gradient
                     if all(tensor is not other for other, _ in swapped):
                         swapped.append((tensor, tensor.data))
+                        # `.data`, because autograd must neither record it nor see a new version.
                         tensor.data = before
                     before = tensor
             _put(holder, name, before)
@@ -208,8 +214,11 @@ class StageState:
         finally:
             for tensor, data in reversed(swapped):
                 tensor.data = data
+            # Afterwards, what the recomputation itself has changed is lost: the first run has
+            # changed it already.
             for holder, name, now, _ in changes:
                 _put(holder, name, now)
+            # In reverse: an object may contain another one.
             for now in reversed(contents):
                 exchanged(now)
             for generator, state in present:
@@ -229,6 +238,7 @@ class StageState:
         positions = range(len(self._parts)) if layers is None else list(layers)
         snapshot = self.save(positions)
         self._open.discard(snapshot)
+        # `tensors` has a copy of each; `_changes` must only give what has another identity.
         snapshot.copies.clear()
         tensors = {
             key: tensor
@@ -268,12 +278,15 @@ class StageState:
                 `late` is set, so earlier steps may have recomputed from a wrong state.
         """
         before = self._tensors(layer)
+        # Before the forward, of all tensors of the layer: which ones change is not known yet.
         saved = {key: tensor.detach().clone() for key, (_, tensor, _) in before.items() if copies}
+        # Without recomputation no values are needed again, and a digest takes no memory.
         digests = {key: digest(tensor) for key, (_, tensor, _) in before.items() if not copies}
         contents = self._contents(layer) if copies else {}
         yield
         self._note_objects(contents)
         for key, (place, tensor, version) in before.items():
+            # Both are compared: a version also counts a change that puts the same values back.
             counted = tensor._version != version
             if copies:
                 is_same = have_same_values(tensor, saved[key])
@@ -303,6 +316,7 @@ class StageState:
             for other, part, holder in self._holders(range(len(self._parts))):
                 for key_there, value in _values(holder).items():
                     if value is tensor:
+                        # Each place has its own entry, because snapshots are saved by place.
                         self.changes.setdefault((id(part), other, key_there), change)
             self.changes.setdefault(place, change)
             for snapshot in self._open if copies else ():
@@ -381,10 +395,13 @@ def _changes(snapshot: Snapshot) -> Iterator[tuple[_Holder, str, Any, Any]]:
             continue
         for name in {**values, **present}:
             now, before = present.get(name, _MISSING), values.get(name, _MISSING)
+            # By `is` in the next line, because the identity of a tensor that is gone may be another
+            # one's.
             saved = copies.get(id(before))
             if saved is not None and saved.tensor is before:
                 yield holder, name, now, saved
                 continue
+            # A container was copied when it was saved, so its identity differs anyway.
             same_container = type(before) in _CONTAINERS and _contents(now) == _contents(before)
             if now is not before and not same_container:
                 yield holder, name, now, before

@@ -127,6 +127,8 @@ class Lane(NamedTuple):
             if is_own:
                 actions.append((len(receives), action))
             else:
+                # All messages from other processes, also those for an action much later: the
+                # sender's queue has them in this order.
                 receives.append(action)
         # a process has one device, so one lane, whose number is its rank in the pipeline's group
         peers = tuple(schedule.lane_of[stage] for stage in range(schedule.stages))
@@ -158,6 +160,7 @@ class MessageWire:
         self._stages = stages
         self._peers = lane.peers
         self._receives = lane.receives
+        # A count is enough, because receives start in the one order only.
         self._begun = 0  # the number of started receives
         self._formats = formats
         self._doing = doing
@@ -166,6 +169,7 @@ class MessageWire:
         self._device = world.devices[0]
         self._wire_device = world.wire_device
         self._accelerator = accelerator_of(self._wire_device)  # None with gloo
+        # Messages between two stages of this process, as in ZB-V, which needs no copy.
         self._here: dict[Action, list[Any]] = {}
         self._coming: dict[Action, _Coming] = {}
         # tensors must live until they are sent
@@ -195,6 +199,8 @@ class MessageWire:
                 f"{setting('engine', 'distributed')} they must depend only on the shapes of the "
                 f"inputs: use {setting('engine', 'local')} for this model"
             )
+        # With gloo and a GPU this copy blocks the host, so the numbers are complete when the send
+        # starts.
         parts = [
             dense(t, tensor_format).to(wire_device(tensor_format, self._wire_device))
             for t, tensor_format in zip(tensors, form.tensors, strict=True)
@@ -236,6 +242,7 @@ class MessageWire:
         form = self._formats[action]
         with self._beside_compute():  # [2]
             tensors = [empty(tensor_format, self._wire_device) for tensor_format in form.tensors]
+            # Views: what arrives in them is in `tensors`.
             parts = [
                 dense(t, tensor_format)
                 for t, tensor_format in zip(tensors, form.tensors, strict=True)
@@ -247,12 +254,15 @@ class MessageWire:
         """Waits for the message if it is on its way."""
         if action.kind == "I":  # senders do not distinguish the parts of a backward
             action = action._replace(kind="B")
+        # Before `_share_result`: this is no wait for another process.
         if action in self._here:
             return self._here.pop(action)
         self._begin_ahead()
+        # The result of the batch check is on its way while this process waits anyway.
         self._share_result()
         doing.wait(True)
         form, tensors, _, works = self._coming.pop(action)
+        # With NCCL the compute stream waits for this message alone. With gloo the host waits.
         wait(works)
         doing.wait(False)
         if self._accelerator is not None:
@@ -264,6 +274,7 @@ class MessageWire:
     def finish(self) -> None:
         """Waits until all messages are sent."""
         self._share_result()
+        # For the watchdog: a late receiver is to blame, not this process.
         self._doing.wait(True)
         while self._sent:
             self._wait_for_oldest()
@@ -275,6 +286,7 @@ class MessageWire:
 
     def _wait_for_oldest(self) -> None:
         works, _held = self._sent.popleft()
+        # `_held` lives until here: gloo reads the memory until the send is done.
         wait(works)
 
     def _receive_format(self, sender: int) -> MessageFormat:
@@ -302,6 +314,7 @@ def begin_send_format(
     """Starts sending a format; returns the sends, and tensors that must live until they end."""
     data = to_bytes(form)
     held = [torch.tensor([data.numel()]), data]
+    # Two sends, because the receiver must know a size before it can receive the format itself.
     return [work for part in held for work in begin_send([part], world, peer)], held
 
 
@@ -346,6 +359,7 @@ class FirstMessage:
         world, rank, chunks = self._world, self._world.pipeline_rank, step.schedule.chunks
         numbers = self._message.numpy()  # tensor operations take longer, between two steps
         if rank:
+            # Written into the memory of `numbers`, which is the same.
             wait(begin_receive([self._message], world, rank - 1))
         else:
             numbers[:2] = self._number_of(kind_of(step)), chunks
@@ -369,6 +383,8 @@ class FirstMessage:
     def _number_of(self, kind: Hashable) -> int:
         """Returns the number of a kind, in the first process."""
         if kind not in self._numbers:
+            # In order of arrival, as `formats_of` does in all processes: they must drop the same
+            # kind.
             if len(self._numbers) == _KINDS:  # its formats are dropped too
                 del self._numbers[next(iter(self._numbers))]
             self._numbers[kind] = self._kinds

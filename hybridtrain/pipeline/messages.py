@@ -128,6 +128,7 @@ def pack(
         leaves_of(message)  # registers dataclasses
     elif (
         (plain := expected.tensors_in(message)) is not None
+        # The format has distinct tensors, so a message with one of them twice has another format.
         and not (unique and len(set(map(id, plain))) < len(plain))
         and all(map(_has_format, plain, expected.tensors))
     ):
@@ -160,7 +161,10 @@ def pack(
                 f"process, only dense tensors: pass on its parts or its to_dense(), cut elsewhere, "
                 f"or set {setting('engine', 'local')}"
             )
+    # `requires_grad` travels too: the receiver computes gradients for these values alone, and this
+    # process waits for as many.
     formats = [
+        # Strides too, because the order in which kernels add depends on them.
         TensorFormat(tuple(t.shape), _dense_strides(t), t.dtype, t.requires_grad, t.device == _CPU)
         for t in tensors
     ]
@@ -178,6 +182,7 @@ def unpack(form: MessageFormat, tensors: Sequence[Tensor], device: torch.device)
             tensor.requires_grad_()
     if form.parts is not None:
         rest = iter(tensors)
+        # `kind` is tuple or list itself, never a subclass of the sender's choice: see `parts`.
         return [kind(islice(rest, length)) for kind, length in form.parts]
     leaves = [tensors[leaf.number] if type(leaf) is _Place else leaf for leaf in form.leaves]
     return tree_unflatten(leaves, form.structure)
@@ -188,10 +193,13 @@ def dense(tensor: Tensor, form: TensorFormat) -> Tensor:
 
     A contiguous tensor keeps its shape; any other layout becomes one dimension, in memory order.
     """
+    # The send must not become a node of the graph, and `copy_` below must not be recorded.
     tensor = tensor.detach()
+    # Conjugate and negative bits are lazy: the memory itself holds other numbers than the tensor.
     if tensor.stride() != form.stride or tensor.is_conj() or tensor.is_neg():
         copy = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=tensor.device)
         tensor = copy.copy_(tensor)
+    # gloo sends contiguous tensors only.
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -203,6 +211,7 @@ def wire_device(form: TensorFormat, device: torch.device) -> torch.device:
 def empty(form: TensorFormat, device: torch.device) -> Tensor:
     """Returns an empty tensor of this format to receive into, on its `wire_device`."""
     at = wire_device(form, device)
+    # Every element arrives: a format is dense, which `_is_tensor_format` checks.
     return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=at)
 
 
@@ -226,6 +235,7 @@ def to_bytes(form: MessageFormat) -> Tensor:
             f"{len(data)} bytes of non-tensor values exceed the limit for a message to another "
             f"process, {MOST_BYTES}: cut elsewhere, or set {setting('engine', 'local')}"
         )
+    # A bytearray, because PyTorch warns about memory that is read-only.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -235,6 +245,7 @@ def format_buffer(size: int) -> Tensor:
     Raises:
         CodecError: no format has that size.
     """
+    # Before the allocation: the size comes from another process.
     if not 0 < size <= MOST_BYTES:
         raise codec.CodecError(f"another process announces a format of {size} bytes")
     return torch.empty(size, dtype=torch.uint8)
@@ -258,6 +269,8 @@ def from_bytes(data: Tensor) -> MessageFormat:
 def _is_format(form: Any) -> bool:
     if not isinstance(form, MessageFormat):
         return False
+    # `parts` is cached in the same dictionary: a sender could give a value for it that does not
+    # belong to the rest.
     if vars(form).keys() != {field.name for field in fields(form)}:
         return False
     structure, leaves, tensors = form.structure, form.leaves, form.tensors
@@ -265,6 +278,7 @@ def _is_format(form: Any) -> bool:
         isinstance(structure, TreeSpec)
         and isinstance(leaves, list)
         and isinstance(tensors, list)
+        # `tree_unflatten` would raise for another number only after the values have arrived.
         and structure.num_leaves == len(leaves)
         and all(map(_is_tensor_format, tensors))
         and all(
@@ -293,6 +307,8 @@ def _is_tensor_format(form: Any) -> bool:
     elements = math.prod(shape)
     if elements == 0:
         return True
+    # Dense: the last element is at the end of the memory. Overlaps and gaps would need another
+    # size.
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return span == elements and elements * dtype.itemsize <= MOST_TENSOR_BYTES
 
@@ -307,6 +323,7 @@ def _is_same(value: Any, other: Any) -> bool:
         return True
     if type(value) is not type(other):
         return False
+    # Types for which equality is identity of the encoding, without the time to encode them.
     if type(value) in (int, str, bytes, _Place):
         return bool(value == other)
     try:

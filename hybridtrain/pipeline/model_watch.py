@@ -53,6 +53,7 @@ class ModelWatch:
             ConfigError: modules or parameters were replaced, converted or moved; the message names
                 the first.
         """
+        # The fast path of each step; names are only made for an error.
         if self._is_as_before():
             return []
         held = self._held_by(self._plain_modules())
@@ -86,10 +87,12 @@ class ModelWatch:
         self._modules = list(self._net.modules())
         self._held = self._held_by(modules)
         tables = [table for m in modules.values() for table in (m._modules, m._parameters)]
+        # Views of the tables, not copies: they show what the tables hold now.
         self._values = [table.values() for table in tables]
         self.objects = list(chain.from_iterable(self._values))
         self._parameters = [p for p in self._net.parameters() if _has_memory(p)]
         self._flags = tuple(map(_requires_grad, self._parameters))
+        # `.to()` and `.data = ` keep the parameter object and give it other memory.
         self._memory = list(map(Tensor.data_ptr, self._parameters))
         self._traits = [_traits(parameter) for parameter in self._parameters]
 
@@ -115,6 +118,7 @@ class ModelWatch:
 
     def has_same_objects(self) -> bool:
         """Returns whether modules and parameters are the same objects as at the last look."""
+        # By `is`: `==` of parameters compares their values.
         now = list(chain.from_iterable(self._values))
         return len(now) == len(self.objects) and all(map(is_, now, self.objects))
 

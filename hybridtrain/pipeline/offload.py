@@ -68,6 +68,7 @@ class StayingTensor(PackedTensor):
     def __init__(self, tensor: Tensor) -> None:
         # the output of a node, if it held its own graph, would hold itself
         self._tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        # Of the tensor itself: a detached one shares its counter.
         self._version = tensor._version
 
     def tensor(self) -> Tensor:  # noqa: D102
@@ -99,6 +100,7 @@ class SavedTensor(PackedTensor):
         self._storage: SavedStorage | None = storage
         self._tensor: Tensor | None = tensor.detach()
         self._version = tensor._version
+        # What a view of the storage needs, once the tensor itself is gone.
         self._place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         storage.add(self, self._tensor)
 
@@ -118,6 +120,7 @@ class SavedTensor(PackedTensor):
 
     def let_go(self) -> None:
         """Drops the tensor, which has been copied, unless it has changed since it was saved."""
+        # A tensor that was changed must still be there for `tensor()` to report the change.
         if self._tensor is not None and self._tensor._version == self._version:
             self._tensor = None
 
@@ -147,6 +150,7 @@ class SavedStorage:
         self.dtype, self._device = tensor.dtype, tensor.device
         self.begin, self.end = int(tensor.storage_offset()), 0
         self._memory = memory
+        # Weak, so that the node of the graph alone decides how long a tensor lives.
         self._tensors: list[ref[SavedTensor]] = []
         self._buffer: HostBuffer | None = None  # from the beginning of the copy to the host on
         self._flat: Tensor | None = None  # what has come back
@@ -157,6 +161,7 @@ class SavedStorage:
         """Adds a tensor."""
         offset, per_line = int(tensor.storage_offset()), _ALIGNMENT // self.dtype.itemsize
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        # Rounded down, so that what comes back is aligned as it was.
         self.begin = min(self.begin, offset // per_line * per_line)
         self.end = max(self.end, offset + sum((n - 1) * step for n, step in sizes) + 1)
         self._tensors.append(ref(saved))
@@ -175,6 +180,7 @@ class SavedStorage:
         """Returns what is to be copied to the host; None if there is nothing, or it stays."""
         if self.stays or self._buffer is not None:
             return None
+        # It has come back once, and leaves again.
         if self._flat is not None:
             return self._flat
         tensors = (saved.present for tensor in self._tensors if (saved := tensor()) is not None)
@@ -201,8 +207,10 @@ class SavedStorage:
 
     def take_buffer(self) -> HostBuffer | None:
         """Returns the copy in the host, which is no longer needed; None if nothing is away."""
+        # Taken also if nothing is away: a later `let_go` must not drop what is wanted now.
         buffer, self._buffer = self._buffer, None
         held = (saved for tensor in self._tensors if (saved := tensor()) is not None)
+        # The copy to the host has begun, but nothing was dropped: the original is used.
         if self._flat is not None or all(saved.present is not None for saved in held):
             return None
         return buffer
@@ -214,6 +222,8 @@ class SavedStorage:
 
     def returned(self, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
         """Returns a tensor that has left and come back; if it is still away, it comes now."""
+        # A backward that does not follow the schedule, such as one of the user's own: slow, but
+        # right.
         if self._flat is None:
             self._memory.wait_for(self._memory.bring([self]))
         assert self._flat is not None
@@ -233,6 +243,7 @@ class Activations:
     def __init__(self, memory: DeviceMemory, stays: set[int]) -> None:
         self._memory = memory
         self._stays = stays
+        # Weak too: see the class.
         self._storages: WeakValueDictionary[Any, SavedStorage] = WeakValueDictionary()
         self._arrived: Event | None = None
 
@@ -249,6 +260,8 @@ class Activations:
         number = storage_id(tensor)
         if number in self._stays or tensor.untyped_storage().nbytes() < _SMALLEST:
             return None
+        # A storage that is seen through two dtypes is two storages here, since a copy has one
+        # dtype.
         key = number, tensor.dtype
         storage = self._storages.get(key)
         if storage is None:
@@ -281,6 +294,8 @@ class Activations:
     def clear(self) -> None:
         """Waits for copies to memory that will be freed, after a failed step."""
         if self._arrived is not None:
+            # On the host: the memory goes back to the allocator, which does not know the side
+            # stream.
             self._arrived.synchronize()
 
 
@@ -336,6 +351,7 @@ class DeviceMemory:
             buffers, event = [], None
             if copies:
                 stream = side_stream(self.device, "offload", "out")
+                # The action that has just been queued computes what is copied.
                 stream.wait_stream(accelerator.current_stream(self.device))
                 begun = accelerator.record_event(stream, timing=True) if timed else None
                 with accelerator.using([stream]):
@@ -346,6 +362,8 @@ class DeviceMemory:
                         accelerator.copy_into(buffer.part(flat.dtype, flat.numel()), flat)
                         storage.copied_to(buffer)
                         buffers.append(buffer)
+                # One event for all: the copies of an action leave together, and `let_go` waits
+                # once.
                 event = accelerator.record_event(stream, timing=timed)
                 if note is not None:
                     note(begun, event)
@@ -385,9 +403,12 @@ class DeviceMemory:
                     if buffer.ready is not None:
                         stream.wait_event(buffer.ready)
                     accelerator.copy_into(flat, buffer.part(flat.dtype, flat.numel()))
+                    # Before the copy has run: its readers wait for the event by `wait_for`.
                     storage.come_back(flat)
             event = accelerator.record_event(stream, timing=timed)
             for _, buffer in away:
+                # The buffer is free for another storage now, for its host's bookkeeping; that one
+                # waits for this event.
                 buffer.ready = event
             if note is not None:
                 note(begun, event)
@@ -406,8 +427,11 @@ class DeviceMemory:
             but: the number of the last actions that are left out.
         """
         while len(self._leaving) > but:
+            # In the order of the copies, which one stream runs.
             saved, event = self._leaving.popleft()
             if event is not None:
+                # The host waits, because only the host can drop a tensor. With `but` the copy is an
+                # action old, so this wait is short.
                 event.synchronize()
             for storage in saved:
                 storage.let_go()
@@ -438,6 +462,8 @@ class StageOffload:
             stays: as for `Activations`.
         """
         activations = self._activations[microbatch] = Activations(self.memory, stays)
+        # Thread-local: the forward of a micro-batch runs in one thread, and other stages run in
+        # others at the same time.
         _here.activations = activations
 
     def nbytes(self, microbatch: int) -> int:
@@ -461,6 +487,7 @@ class StageOffload:
 
     def end(self, microbatch: int) -> None:
         """Forgets a micro-batch, at the end of its backward."""
+        # The storages are weak, so this drops only the bookkeeping.
         self._activations.pop(microbatch, None)
 
     def count(self) -> None:
@@ -483,6 +510,7 @@ class StageOffload:
         for activations in self._activations.values():
             activations.clear()
         self._activations.clear()
+        # Waits for the copies out, whose sources must live until then.
         self.memory.let_go()
 
 
@@ -526,7 +554,9 @@ class StepCopies:
     def before(self, action: Action) -> None:
         """Waits for what an action uses, and begins to bring back what the next one uses."""
         own = self._stages[action.stage]
+        # The last action's copies still run, beside this action.
         own.memory.let_go(but=1)
+        # Before the action is queued: the copies of the next one overlap with it.
         for held in self._copies[action].back:
             stage, microbatch = held
             self._stages[stage].come_back(microbatch, self._noting(held, back=True))
@@ -540,6 +570,7 @@ class StepCopies:
         own, away = self._stages[action.stage], self._copies[action].away
         if action.kind == "F":
             stop_saving()
+        # Before the count, which is of what stays after the action.
         if action.ends_microbatch:
             own.end(action.microbatch)
         if self._counts:
@@ -549,6 +580,7 @@ class StepCopies:
 
     def finish(self) -> None:
         """Ends a step in which nothing has failed."""
+        # Stages of one device share it.
         for memory in {stage.memory for stage in self._stages.values()}:
             memory.let_go()
             memory.host.end_step()
@@ -580,6 +612,7 @@ def restored(tree: Any) -> Any:
 
     def tensor(saved: SavedTensor) -> Tensor:
         if id(saved) not in tensors:
+            # A new leaf: the recomputation must not continue the graph that the value came from.
             value = saved.tensor().detach()
             tensors[id(saved)] = value.requires_grad_(saved.requires_grad)
         return tensors[id(saved)]
@@ -591,6 +624,7 @@ def restored(tree: Any) -> Any:
 def pack(tensor: Tensor) -> PackedTensor:
     """The pack hook."""
     with without_torch_function():
+        # None outside of a forward, as in a recomputation, whose tensors are used at once.
         activations = _here.activations
         saved = None if activations is None else activations.save(tensor)
         return saved or StayingTensor(tensor)

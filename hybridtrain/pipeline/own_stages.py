@@ -69,6 +69,7 @@ def construct_own_stages(
     """
     if world.processes_per_replica == 1:
         return None
+    # The values of each stage must be those that one build of the whole model draws.
     draws = default_generators()
     make_planner = partial(
         Planner, options=options, example_inputs=example_inputs, owners=world.stage_owners
@@ -80,8 +81,11 @@ def construct_own_stages(
         own_stages = _own_part(build, plan, world, options, make_planner)
     except Exception as error:  # building the whole model works, or raises the error
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    # Before the next build: two models at once may not fit into the memory.
     gc.collect()  # modules may have reference cycles
     give_back_memory()
+    # Collective, so a process whose part could not be built joins as well; then all build the
+    # whole.
     if problems := [problem for problem in world.gather(problem) if problem]:
         if world.is_main:
             log.info("each process first builds the whole model: %s", problems[0])
@@ -132,6 +136,7 @@ def _own_part(
     make_planner: Callable[[nn.Module], Planner],
 ) -> OwnStages:
     outline = construct_on_meta(build)
+    # From the plan alone, without values: it says which names this process needs.
     expected = make_planner(outline).layers_of(plan)
     owners = world.stage_owners.placed(options.placement)
     owned = owners.stages_of(world.pipeline_rank, options.stages_per_device)
@@ -145,6 +150,7 @@ def _own_part(
     }
     net = construct_part(build, names.__contains__)
     planned = make_planner(net).layers_of(plan)
+    # The names were taken from the outline, so they would be those of other layers.
     if planned.units != expected.units:
         raise SplitError("its layers depend on values")
     return OwnStages(net, plan, planned)

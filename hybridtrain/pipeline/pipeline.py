@@ -130,6 +130,8 @@ class Pipeline:
         self.groups = [world.new_stage_group(owner) for owner in owners]
         owned = stage_owners.stages_of(world.pipeline_rank, options.stages_per_device)
         uses: list[list[TiedUse]] = [[] for _ in planned.stages]
+        # In one process a shared parameter crosses the border like any other value, and needs no
+        # tie.
         if len(owned) < len(planned.stages):
             of_code = of_other_code(net, planned, owned)
             drop_other_stages(net, planned.stages, owned, of_code)
@@ -139,6 +141,7 @@ class Pipeline:
         )
         self._ties = ties_of(self.stages, uses, world, stage_owners)
         used = {id(buffer) for layer in layers for buffer in layer.module.buffers()}
+        # In the order of the module, which is the same in all processes: each call is a collective.
         for buffer in net.buffers():
             if id(buffer) not in used:  # no layer uses it, so no stage sends it
                 world.broadcast_tensor(buffer.data)
@@ -171,6 +174,7 @@ class Pipeline:
         self._of_others = {id(p) for layer in layers for p in layer.module.parameters()}
         for stage in self.stages:
             self._of_others -= {id(p) for p in stage.module.parameters()}
+        # PyTorch's optimizers refuse an empty list.
         self._no_parameter = nn.Parameter(torch.empty(0, device=self.stages[-1].device))
         self._engine = self._new_engine()
 
@@ -223,6 +227,8 @@ class Pipeline:
                 self.sync_buffers()
         self._accumulates = not reduce and self._world.fixed_replicas is not None
         for reducer in self._reducers if reduce else ():
+            # In the order of the stages, which the processes of a group share: it may be a
+            # collective call.
             reducer.begin_step()
         if self._is_first_step:
             self._check_offload(schedule)
@@ -248,11 +254,15 @@ class Pipeline:
         for stage in self.stages:
             stage.runs.begin_step(step.number, recomputed)
         values = self._run(step, trains=True)
+        # Before the ties: an alias's gradient must be the sum over all replicas when it is added to
+        # the owner's.
         for reducer in self._reducers if reduce else ():
             reducer.finish()
+        # Before anything uses the gradients, which would be wrong if a recomputation differs.
         for stage in self.stages:
             stage.runs.check_recomputations()
         for tie in self._ties:
+            # In the order of `ties_of` in all processes: each waits for the other end.
             tie.accumulate_into_owner()
         if self._is_first_step:
             self._end_first_step()
@@ -337,6 +347,7 @@ class Pipeline:
 
     def _end_first_step(self) -> None:
         self._is_first_step = False
+        # A first forward may set what it had not, such as a cache in an attribute.
         self._watch.changed_by_forward()
         log_offload(self)
         if self._options.compile:
@@ -355,9 +366,11 @@ class Pipeline:
         Raises:
             ConfigError: other processes have frozen or unfrozen different parameters.
         """
+        # First: `build` is a collective call, and ranks that have frozen nothing would never join.
         check_frozen_alike(names, self._world)
         for stage in self.stages:
             for alias in stage.aliases:
+                # Before `build`, which reads it.
                 alias.alias.requires_grad_(alias.parameter.requires_grad)
         for reducer in self._reducers:
             reducer.build()
@@ -391,11 +404,13 @@ class Pipeline:
 
     def _run(self, step: Step, trains: bool) -> list[Any]:
         for tie in self._ties:
+            # Before any layer runs, and in all processes, since each end waits for the other.
             tie.refresh()
         self.rng.begin_step(step.training, step.places)
         if self._has_replicas:
             for stage in self.stages:
                 stage.begin_replicas(step.places)
+        # None inside a `Trainer`, which has set its own phase and handlers.
         noted, signals = activity.step(step.schedule.trains), second_signal_ends()
         norms = None if self._norms is None else self._norms.step()
         contexts = noted or signals or norms
@@ -404,10 +419,12 @@ class Pipeline:
         else:
             with noted or _NOTHING, signals or _NOTHING, norms or _NOTHING:
                 values = self._engine.run(step)
+                # Inside the contexts, because deferred batch norms commit per replica.
                 if step.places is not None and not self._accumulates:
                     for stage in self.stages:
                         stage.end_replicas()
         if trains:
+            # Not after a failure: the step is repeated with the same draws.
             self.rng.end_step()
         return values
 
@@ -466,6 +483,7 @@ class Pipeline:
             name: value.detach().cpu() if isinstance(value, Tensor) else value
             for name, value in self.local_state_dict().items()
         }
+        # Collective: all processes of a pipeline call `state_dict`, although each gets the whole.
         entries = dict(self.gather(list(own_entries.items())))
         # several names of a tensor get the same tensor
         first: dict[int, str] = {}
@@ -531,6 +549,8 @@ class Pipeline:
         world = self._world
         if world.pipeline_group is not None:
             return norm_over_processes(
+                # All parameters, those of other processes as meta tensors: the order decides how
+                # the norm rounds.
                 list(self._net.parameters()),
                 world.pipeline_group,
                 self.output_device,

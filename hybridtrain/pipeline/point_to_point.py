@@ -56,6 +56,8 @@ def begin_send(tensors: Sequence[Tensor], world: World, peer: int, tag: int = 0)
     on_gpu, large, small = _divided(tensors)
     group = _group(world)
     pending = _batch(dist.isend, on_gpu, world, peer)
+    # Gloo matches the messages of a pair and tag in order of their start, so both ends divide their
+    # tensors alike: by device and size, which both know.
     pending += [group.send([tensor], peer, tag) for tensor in large]
     if small:
         joined = torch.cat(list(map(_bytes_of, small)))
@@ -133,6 +135,7 @@ def _divided(
             on_gpu.append(tensor)
         else:
             (small if byte_size(tensor) <= SMALL_BYTES else large).append(tensor)
+    # A single small tensor needs no copy to be one message.
     return (on_gpu, large, small) if len(small) > 1 else (on_gpu, large + small, [])
 
 

@@ -81,6 +81,7 @@ class Record:
         self._runs.append([])
         seeds = self._seeds = _UnusedSeeds()
         try:
+            # Innermost, so that it sees the draws before the context that seeds them.
             with noting_saved(self._note_saved), seeds:
                 yield
         finally:
@@ -94,6 +95,7 @@ class Record:
 
     def output(self, value: Any) -> None:
         """Notes the output of the layer."""
+        # Lazy logits are compared by what they refer to: comparing would compute them.
         for leaf in tree_leaves(hidden_states(value)):
             if isinstance(leaf, Tensor):
                 self._note("output", leaf)
@@ -105,6 +107,7 @@ class Record:
 
     def _note(self, kind: str, tensor: Tensor) -> None:
         form = tensor.dtype, tuple(tensor.shape), tensor.device
+        # A digest stays on its device: nothing waits before the end of the step.
         self._runs[-1].append(_Entry(self._layer, kind, form, digest(tensor), _magnitude(tensor)))
 
     def first_difference(self, exempt: Callable[[int], bool]) -> int | None:
@@ -115,9 +118,12 @@ class Record:
         """
         if len(self._runs) < 2:
             return None
+        # The second run is shorter: the checkpoint ends it when everything saved is there again.
         for before, after in zip(*self._runs[:2], strict=False):
             if not _agree(before, after):
                 # later layers may differ because of an exempt layer
+                # The order is that of the forward, so the first difference is the cause of the
+                # later ones.
                 return None if exempt(before.layer) else before.layer
         return None
 
@@ -241,6 +247,7 @@ def _agree(before: _Entry, after: _Entry) -> bool:
         return True
     if before.magnitude is None or after.magnitude is None:
         return False
+    # Bits differ where a kernel adds in any order. Wrong state would change the sum by more.
     return torch.allclose(before.magnitude, after.magnitude, rtol=_ROUNDING, atol=0.0)
 
 

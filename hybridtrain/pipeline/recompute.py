@@ -84,9 +84,13 @@ def run_to_recompute(run: Callable[[Piece], Any], inputs: Any, device: torch.dev
     result = checkpoint(run_again, of_device, use_reentrant=False, preserve_rng_state=False)
     if failure is not None:
         try:
+            # In the frame of the caller, with its traceback; the reference to it is dropped,
+            # because it holds this frame.
             raise failure
         finally:
             failure = None
+    # Right after the forward: the backward could only see that the inputs differ now, not who has
+    # changed them.
     if _versions(originals) != versions:
         raise UserError(
             "a recomputed layer changes its input in place, so its recomputation would start from "
@@ -99,12 +103,14 @@ def run_to_recompute(run: Callable[[Piece], Any], inputs: Any, device: torch.dev
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Returns the version counter of each tensor."""
+    # Inference tensors have no version; PyTorch raises.
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 @contextmanager
 def as_recomputation() -> Iterator[None]:
     """Marks the block as the second run of a layer, which must not update counters again."""
+    # Restored, not reset: a recomputation may contain another one.
     before = _state.recomputing
     _state.recomputing = True
     try:
@@ -113,6 +119,7 @@ def as_recomputation() -> Iterator[None]:
         _state.recomputing = before
 
 
+# By thread: other stages' threads run first forwards at the same time.
 class _State(threading.local):
     recomputing = False
 

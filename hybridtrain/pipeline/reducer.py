@@ -61,6 +61,7 @@ class LocalReducer:
 
     def build(self) -> None:
         """Sums the gradients of parameters that currently require one."""
+        # A new object: sums of another set of parameters would not fit together.
         trained = [parameter for parameter in self._names.values() if parameter.requires_grad]
         self._sums = GradientSums(trained, self._world, None)
 
@@ -91,6 +92,8 @@ class LocalReducer:
 
     def check_reduced(self) -> None:
         """Sums the gradients of a step."""
+        # Here, because a step calls this at the end of the last backward, where DDP would be
+        # complete.
         self._sums.add_alone()
 
     def finish(self) -> None:
@@ -139,9 +142,11 @@ class StageReducer:
         self._stop()
         module, names = self._module, self._names
         parts = [m for m in module.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        # Views of dictionaries: they show buffers that a forward replaces.
         self._tables = [part._buffers.values() for part in parts if part._buffers]
         self._buffers = list(chain.from_iterable(self._tables))
         if not any(parameter.requires_grad for parameter in names.values()):
+            # DDP refuses a module without trainable parameters, and would have done this.
             broadcast([*names.values(), *module.buffers()], self._group)
             return
         own_ids = {id(parameter) for parameter in names.values()}
@@ -154,6 +159,8 @@ class StageReducer:
         self._ddp = DistributedDataParallel(
             module,
             process_group=self._group,
+            # Gradients live in the buckets, so they take their memory once, and an all-reduce needs
+            # no copy.
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused,
         )
@@ -170,6 +177,7 @@ class StageReducer:
 
     def _stop(self) -> None:
         if self._ddp is not None:
+            # Its hooks on the parameters would otherwise reduce along with those of the next one.
             private.ddp_close(self._ddp)
             self._ddp = None
         if self._sums is not None:
@@ -183,6 +191,7 @@ class StageReducer:
             broadcast(list(self._module.buffers()), self._group)
             return
         now = list(chain.from_iterable(self._tables))
+        # By identity: equal values of another tensor are not what DDP would broadcast.
         if len(now) != len(self._buffers) or not all(map(is_, now, self._buffers)):
             self._buffers = now  # a forward has replaced them
             private.ddp_find_buffers(self._ddp)
@@ -194,10 +203,14 @@ class StageReducer:
             # An all-reduce that the failed step has begun may still wait for a process that has
             # failed before it: it would write into these buckets, or take part in the next one.
             self._has_failed = False
+            # Collective: the members meet here again, because a failed step has failed in each of
+            # them, in one that waited by its timeout.
             self._group = self._world.new_group_like(self._group)
             use_in_sync_batch_norms(self._module, self._group)
             self.build()
         elif self._ddp is not None:
+            # DDP would do it in its forward, which is never called. Buckets are rebuilt once, in
+            # the order in which gradients became ready.
             private.ddp_rebuild_buckets(self._ddp)
 
     def add_up_in_buckets(self) -> None:
@@ -206,12 +219,15 @@ class StageReducer:
         Otherwise gradients would take twice their memory, until the last backward moves them.
         """
         for parameter, place in self._in_buckets:
+            # After `zero_grad(set_to_none=True)`. A gradient of the user's own stays: autograd adds
+            # to it.
             if parameter.grad is None:
                 parameter.grad = place.zero_()  # [1]
 
     def prepare_for_backward(self, roots: Sequence[Any]) -> None:
         """Makes the next backward, which starts at `roots`, reduce the gradients."""
         if self._ddp is not None:
+            # An empty list: DDP then searches no graph, and expects all gradients.
             private.ddp_prepare_for_backward(self._ddp, roots if self._find_unused else [])  # [2]
 
     @contextmanager
@@ -251,6 +267,7 @@ class StageReducer:
             without = [
                 name
                 for name, parameter in self._names.items()
+                # A bucket view is zero, not None, for a parameter that got no gradient.
                 if parameter.requires_grad and (parameter.grad is None or not parameter.grad.any())
             ]
             way_out = "remove the unused parameters or freeze them"
@@ -261,6 +278,8 @@ class StageReducer:
                 f"which the replicas must average: {way_out}"
             ) from error
         if not self._find_unused:  # otherwise parameters without a gradient keep None
+            # After a complete backward each gradient is a view of its bucket. After a rebuild these
+            # are the old views for one step: DDP then copies.
             self._in_buckets = [
                 (parameter, parameter.grad)
                 for parameter in self._names.values()
@@ -368,6 +387,8 @@ def norm_over_processes(
         wire_device: the device of tensors in collectives.
     """
     positions = [i for i, p in enumerate(parameters) if p.grad is not None]
+    # The same on all processes, because each has all parameters: those of other processes as meta
+    # tensors.
     dtype = reduce(torch.promote_types, [p.dtype for p in parameters], parameters[0].dtype)
     # one process writes each entry, which is added to zeros. The entries are stacked from 0-dim
     # tensors, because an index tensor would be copied to the GPU, and the host would wait for it
@@ -383,6 +404,7 @@ def norm_over_processes(
     # both in this order on all processes, also on processes without gradients
     dist.all_reduce(norms, group=group)
     dist.all_reduce(there, group=group)  # on the CPU, so that the host waits for no GPU
+    # Entries without a gradient are left out, not added as zeros, as one process would do.
     flags = there.tolist()
     chosen = [
         norm for norm, is_present in zip(norms.unbind(), flags, strict=True) if is_present
@@ -403,9 +425,11 @@ def unscale_(scaler: GradScaler, optimizer: Optimizer, world: World) -> None:
     scaler.scale(torch.zeros((), device=world.devices[0]))
     scaler.unscale_(optimizer)
     overflows = scaler_found_inf(scaler, optimizer)
+    # It must take part in the collective all the same.
     if not overflows:  # no parameter here had a gradient
         overflows[world.devices[0]] = torch.zeros((), device=world.devices[0])
     for device, value in overflows.items():
+        # Parameters of one process are on one device, so each process calls this once.
         agreed = value.to(world.wire_device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.pipeline_group)
         overflows[device] = agreed.to(device)

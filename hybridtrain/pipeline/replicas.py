@@ -71,9 +71,11 @@ class ReplicaStates:
         if previous == self._share:
             return
         if previous is None or self._first is None:
+            # At the first forward, not at the begin of the step: a step of one share needs no copy.
             self._first = self._state.copied(None, _CHANGED_BY_FORWARDS)  # [1]
             return
         for collector in self._collectors:
+            # Per share: each replica's statistics are those of its own part of the batch.
             collector.commit()
             collector.clear()
         if previous[0] == replica:
@@ -140,6 +142,8 @@ class GradientSums:
         if replica == self._replica:
             return
         is_new = self._replica is None or (
+            # All None: an earlier step was abandoned before its last replica, and its gradients
+            # were dropped.
             replica == self._owned.start and all(p.grad is None for p in self._parameters)
         )
         if is_new:
@@ -179,6 +183,8 @@ class GradientSums:
         """Stores the gradients of a complete replica, and adds the subtrees that they complete."""
         node = (replica, replica + 1)
         sums = self._taken()  # [4]
+        # As soon as possible, so that few sums are kept. The tree decides what is added to what,
+        # not the time.
         while self._waiting and (parent := self._parents.get((self._waiting[-1][0], node))):
             _, left = self._waiting.pop()
             _add(left, sums)
@@ -187,6 +193,7 @@ class GradientSums:
 
     def _add_waiting(self, places: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Adds the stored sums to the gradients of this process's last replica, in place."""
+        # From the right, as the tree joins the last replica with its nearest neighbors first.
         for _, sums in reversed(self._waiting[self._incomplete_count :]):
             both = [(g, sums[p]) for p, g in zip(places, gradients, strict=True) if p in sums]
             if both:
@@ -204,12 +211,15 @@ class GradientSums:
         """Waits for the other processes; then the gradients are sums over all replicas."""
         try:
             for under_way in self._sums_under_way:
+                # Raises the error of the other thread.
                 under_way.result()
             if self._stream is not None:
+                # On the device: the host goes on.
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             for place, earlier in self._earlier.items():
                 gradient = self._parameters[place].grad
                 both = earlier if gradient is None else gradient.add_(earlier)
+                # Last: gradients of earlier steps are no part of the tree of this one.
                 self._parameters[place].grad = both
         finally:
             self.reset()
@@ -223,6 +233,7 @@ class GradientSums:
         """Completes the gradients if no other process has the stage."""
         self._check_all_replicas()
         self._set_aside(self._owned.stop - 1)
+        # One: all replicas are here, so the tree is complete.
         ((_, sums),) = self._waiting  # of all replicas
         for place, gradient in sums.items():
             self._parameters[place].grad = gradient
@@ -233,6 +244,8 @@ class GradientSums:
         Raises:
             BatchError: it ends earlier.
         """
+        # Otherwise the tree would lack leaves, and the processes would exchange different numbers
+        # of sums.
         if self._replica != self._owned.stop - 1:
             raise BatchError(
                 f"a step ends with a batch of replica {self._replica}, but this process runs "
@@ -252,11 +265,14 @@ class GradientSums:
         self._refuse_sparse(buffer)
         self._check_all_replicas()
         done: Future[Tensor] = Future()
+        # DDP copies nothing, because it is the bucket's own memory, into which `_over_processes`
+        # writes the sum.
         done.set_result(buffer)
         left: list[Tensor] = []
         if self._waiting:
             places = [self._places[id(parameter)] for parameter in bucket.parameters()]
             self._add_waiting(places, bucket.gradients())
+            # Subtrees whose other half is in another process: they travel as sums of their own.
             left = [
                 _flat(aside, places, bucket) for _, aside in self._waiting[: self._incomplete_count]
             ]
@@ -268,6 +284,8 @@ class GradientSums:
                     target=_work, args=(self._jobs,), name="gradients", daemon=True
                 ).start()
             under_way: concurrent.futures.Future[None] = concurrent.futures.Future()
+            # In the thread that runs the backward. `finish` reads the list after the backward has
+            # ended.
             self._sums_under_way.append(under_way)
             self._jobs.put((under_way, partial(self._over_processes, buffer, left)))
             return done
@@ -276,6 +294,7 @@ class GradientSums:
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
             for aside in left:
+                # Freed when this returns; the side stream still reads it.
                 aside.record_stream(self._stream)
             self._over_processes(buffer, left)
         return done
@@ -291,10 +310,12 @@ class GradientSums:
         n = len(self._nodes)
         size = -(-buffer.numel() // n)
         sums = torch.stack([*left, buffer]) if left else buffer.unsqueeze(0)
+        # All slices are equally long, as all_to_all's and all_gather's views need.
         if size * n != buffer.numel():
             sums = torch.nn.functional.pad(sums, (0, size * n - buffer.numel()))
         # for each process, its slices of all subtrees of this process
         sent = sums.view(len(sums), n, size).transpose(0, 1).contiguous().view(-1)
+        # Known without a message: the tree depends only on the numbers of replicas and processes.
         counts = [len(nodes) for nodes in self._nodes]
         received = buffer.new_empty(sum(counts) * size)
         dist.all_to_all_single(
@@ -309,6 +330,7 @@ class GradientSums:
         whole = buffer.new_empty(n * size)
         part = total(slices, self._replicas, Tensor.add_)
         dist.all_gather(list(whole.view(n, size).unbind()), part, group=self._group)
+        # In place: the gradients of the bucket are views of it.
         buffer.copy_(whole[: buffer.numel()])
 
     def close(self) -> None:
@@ -329,6 +351,7 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
             run()
             sums.set_result(None)
         except Exception as error:
+            # `finish` raises it. The thread lives on: a failed step is followed by `close`.
             sums.set_exception(error)
         del job, run  # or this frame would keep a bucket until the next bucket
 
@@ -348,6 +371,8 @@ def _add(sums: dict[int, Tensor], others: dict[int, Tensor]) -> None:
     """Adds `others` to `sums` in place, if both have a gradient."""
     both = sums.keys() & others.keys()
     if both:
+        # `sums` holds the left subtree. Its memory is this object's own, so it can be changed.
         torch._foreach_add_([sums[place] for place in both], [others[place] for place in both])
+    # A parameter that only one half has used keeps that half's gradient.
     for place in others.keys() - sums.keys():
         sums[place] = others[place]

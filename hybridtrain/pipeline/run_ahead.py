@@ -41,9 +41,11 @@ class RunAhead:
     ) -> None:
         self._accelerator = accelerator
         self._trains = schedule.trains
+        # Without backwards a stage holds no micro-batch beyond its forward.
         held = peak_in_flight(schedule) if self._trains else (1,) * schedule.stages
         self._most = {index: held[index] + SLACK for index in stages}
         self._stages = stages
+        # Lists by stage: only the thread that has the turn of the stage's device uses one.
         self._done: dict[int, deque[Event]] = {index: deque() for index in stages}
         self._begun = dict.fromkeys(stages, 0)
         self._finished = dict.fromkeys(stages, 0)
@@ -51,12 +53,15 @@ class RunAhead:
     def before_forward(self, index: int) -> None:
         """Waits until the stage has room for one more micro-batch."""
         self._begun[index] += 1
+        # The deque is never empty here: the host has queued the end of all but `held` of the begun
+        # micro-batches.
         while self._begun[index] - self._finished[index] > self._most[index]:
             self._done[index].popleft().synchronize()
             self._finished[index] += 1
 
     def after(self, action: Action) -> None:
         """Notes that the host has queued `action`."""
+        # With a backward in two parts the first one frees only a part of the memory.
         if action.ends_microbatch if self._trains else action.kind == "F":
             device = self._stages[action.stage].device
             stream = self._accelerator.current_stream(device)

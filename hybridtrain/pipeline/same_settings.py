@@ -71,6 +71,7 @@ def check_same_modules(net: nn.Module, world: World) -> None:
         facts[f"the class of {layer}"] = kind.__qualname__
         for target, values in zip((facts, alike), settings_of(module), strict=True):
             target.update({f"{k}= of {layer} ({kind.__qualname__})": v for k, v in values.items()})
+    # All ranks see the same digests, so all take the same branch.
     if len(set(world.gather(_digest((facts, alike))))) > 1:  # the facts of a large model are long
         check_same(world.gather, facts, _ADVICE)
         _warn_of_difference(world.gather, alike, world.is_main)
@@ -118,6 +119,7 @@ class SettingsCheck:
         is_done: whether steps need not look at the optimizers: the loop compares them.
     """
 
+    # Names the model in the store's keys, so the numbers must agree.
     _models = itertools.count()  # created in the same order on all ranks
 
     def __init__(self, world: World) -> None:
@@ -158,6 +160,8 @@ class SettingsCheck:
             self._held = set(map(id, pipeline.trained))
             self._hook = _on_steps(self)
         elif before & (before - 1) == 0 and self._seen:
+            # The first steps have shown all optimizers of the loop; the hook would cost in each
+            # step.
             self._remove_hook()
             optimizers = [found for seen in self._seen if (found := seen()) is not None]
             key = f"optimizers/{self._number}/{before}"
@@ -190,6 +194,7 @@ class SettingsCheck:
         """
         if self._world.size == 1:
             return
+        # A loop that compares here makes the comparison through the store superfluous.
         self.is_done = True
         self._remove_hook()
         self._compare(lambda _: self._world.gather, optimizers, stages, self._world.is_main)
@@ -236,9 +241,11 @@ def _published(world: World, key: str, here: RankFacts) -> Sequence[RankFacts]:
     """
     assert world.watchdog is not None
     store, digest, rank = world.watchdog.store, _digest(here.facts), str(world.rank)
+    # Before the digest: who reads the digest of the first rank must find its facts.
     store.publish(key, json.dumps(asdict(here)))
     if store.publish_first(f"{key}/digest", digest) == digest:
         return [here]
+    # One reader: its error names both ranks and ends the run.
     if store.publish_first(f"{key}/reader", rank) != rank:
         return [here]
     facts = {at: RankFacts(**json.loads(text)) for at, text in store.published(key).items()}
@@ -254,6 +261,7 @@ def _on_steps(check: SettingsCheck) -> RemovableHandle:
             found.saw(optimizer)
 
     handle = register_optimizer_step_pre_hook(tell)
+    # The hook is on the class of all optimizers, and would outlive the model.
     weakref.finalize(check, handle.remove)
     return handle
 

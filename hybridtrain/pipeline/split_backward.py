@@ -80,6 +80,8 @@ class SplitBackward:
     ) -> None:
         self._branches, self._others, to_input = division
         self._inputs: Sequence[Tensor] = inputs
+        # Start points without a path to the input would compute weights only, for which nobody
+        # waits.
         self._first = [start for start, leads in zip(starts, to_input, strict=True) if leads]
         self._later = [start for start, leads in zip(starts, to_input, strict=True) if not leads]
         # in the order of the first part, in which a whole backward would reach the weights
@@ -95,17 +97,22 @@ class SplitBackward:
         ]
         try:
             with BackwardDraws():
+                # The second part calls nodes of this graph again, with their saved tensors.
                 run_from(self._first, self._inputs, retain_graph=True)
         finally:
             for hook in hooks:
+                # The second part calls these nodes again, and must not be seen.
                 hook.remove()
+        # `retain_graph` keeps the saved tensors of all nodes, also of those that no one runs again.
         for node in self._others:
             free_saved(node)
+        # References to the graph: it must be gone with the second part.
         self._first, self._inputs, self._others, self._branches = [], [], [], []
 
     def _see(
         self, node: Node, edges: dict[int, GradientEdge], gradients: tuple[Tensor | None, ...]
     ) -> None:
+        # By reference, not copied; the versions show a change in place.
         self._seen.append(_Kept(node, edges, gradients, _versions(gradients)))
 
     def to_weights(self) -> None:
@@ -127,6 +134,7 @@ class SplitBackward:
                         "new tensor"
                     )
                 gradients = _node_call().run(branch)
+                # Right after its use, so that memory falls while the part runs.
                 free_saved(branch.node)
                 run_from(
                     [
@@ -148,6 +156,7 @@ class _NodeCall:
     def __init__(self) -> None:
         self._branch: _Kept | None = None
         self._gradients: Sequence[Tensor | None] = ()
+        # On the CPU: this backward then runs in the calling thread, not in that of a device.
         self._inside = torch.zeros((), requires_grad=True, device="cpu")
         self._inside.register_hook(self._call)
         self._start = [(self._inside, torch.ones((), device="cpu"))]
@@ -156,6 +165,8 @@ class _NodeCall:
         """Returns the gradients that the node sends over its edges, None where not requested."""
         self._branch = branch
         try:
+            # The edges are inputs of this backward, so the engine marks them as needed, although
+            # the graph of `_inside` does not lead to them.
             run_from(self._start, (self._inside, *branch.edges.values()))
             return self._gradients
         finally:
@@ -172,6 +183,7 @@ _of_thread = threading.local()
 def _node_call() -> _NodeCall:
     """Returns the thread's `_NodeCall`: its tensors take as long to create as a small node."""
     if not hasattr(_of_thread, "call"):
+        # The first call may come from a thread with other modes, and the tensors are kept.
         with torch.inference_mode(False), torch.enable_grad():
             _of_thread.call = _NodeCall()
     call: _NodeCall = _of_thread.call
@@ -237,6 +249,7 @@ class _Graph:
             for node in self._nodes
         }
         self._to_input = {id(node) for node in leaves}
+        # Successors come first, so one pass finds all paths.
         for node in self._nodes:
             if any(map(self.leads_to_input, self._next[id(node)])):
                 self._to_input.add(id(node))
@@ -254,6 +267,8 @@ class _Graph:
 
         None if the graph cannot be divided.
         """
+        # A second owner means that the gradients of two nodes meet there: a whole backward adds
+        # them before it goes on.
         owner: dict[int, Node | None] = {}  # of the nodes that lead only to weights
         for root in roots:  # all nodes that lead only to weights run together
             if not self.leads_to_input(root) and not self._owns(None, root, owner):
@@ -261,11 +276,14 @@ class _Graph:
         branches: list[Branch] = []
         for node in filter(self.leads_to_input, self._nodes):
             is_function = isinstance(node, BackwardCFunction)
+            # Compiled and checkpointed functions run all of their backward at once, whatever is
+            # requested.
             if is_function and type(node).__name__.startswith(_WHOLE_ONLY):
                 return None
             edges: dict[int, GradientEdge] = {}
             for number, (successor, index) in enumerate(node.next_functions):
                 if successor is not None and not self.leads_to_input(successor):
+                    # A Python function computes the gradients of all its inputs in each call.
                     if is_function or not self._owns(node, successor, owner):
                         return None
                     edges[number] = GradientEdge(successor, index)
@@ -299,6 +317,7 @@ class _Graph:
 
 def _after_their_next(roots: Sequence[Node]) -> list[Node]:
     """Returns all nodes that `roots` lead to, each after those that it leads to."""
+    # Without recursion: a graph may be deeper than Python's stack.
     order: list[Node] = []
     seen: dict[int, Node] = {}
     stack = [(root, False) for root in roots]

@@ -68,6 +68,7 @@ class StageBackward:
                 with BackwardDraws():
                     run_from(starts)
             else:
+                # Before the backward, which adds to the gradients that are there.
                 self._begin_gradients(microbatch)
                 roots = [root for root, _ in starts]
                 with self._reducing(roots, reduce), BackwardDraws():
@@ -81,6 +82,8 @@ class StageBackward:
 
         This needs no gradients, so it can run before they arrive.
         """
+        # A graph that could not be divided once is not examined again; one that could may differ
+        # between micro-batches.
         if self._may_split is False or microbatch in self._divisions:
             return
         division = divide(roots, leaves)
@@ -114,6 +117,8 @@ class StageBackward:
             self.divide(microbatch, roots, leaves)
         division = self._divisions.pop(microbatch, None)
         if division is not None and len(starts) < len(roots):  # some values have no gradient
+            # Only what is reached from values with a gradient runs, so the first division has too
+            # many nodes.
             division = divide([root for root, _ in starts], leaves)
         parts = SplitBackward(division, starts, leaves) if division is not None else None
         if parts is None:
@@ -121,6 +126,7 @@ class StageBackward:
             # model
             for earlier, left in sorted(self._to_weights.items()):
                 self._finish(earlier, left, False, explain)
+                # The schedule still has their action, which then finds nothing to do.
                 self._to_weights[earlier] = _ToWeights(None, ())
             self.run(microbatch, starts, reduce, explain)
         else:
@@ -130,6 +136,7 @@ class StageBackward:
                 explain(error)
                 raise
         reduces = reduce and self.reducer is not None
+        # Kept only if needed: a root keeps its graph alive.
         starts_of_reducer = [root for root, _ in starts] if reduces else ()
         self._to_weights[microbatch] = _ToWeights(parts, starts_of_reducer)
 
@@ -139,6 +146,7 @@ class StageBackward:
 
     def clear(self) -> None:
         """Drops all micro-batches after a failed step."""
+        # A graph of a failed step would keep its activations.
         self._to_weights.clear()
         self._divisions.clear()
         if self.reducer is not None:
@@ -170,6 +178,7 @@ class StageBackward:
             self.reducer.prepare_for_backward(roots)
             with explaining_ready_twice():
                 yield
+            # After the block, in which the last all-reduce has been waited for.
             self.reducer.check_reduced()
         else:
             self.reducer.add_up_in_buckets()

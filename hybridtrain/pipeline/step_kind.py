@@ -68,6 +68,7 @@ class StepKinds:
             trains: whether a backward follows.
             microbatches: the number of micro-batches of all shares; None: `inputs` are all.
         """
+        # Everything outside of the batch: modes of the thread and of the model.
         around = trains, microbatches or len(sizes), ThreadState.capture(), self._watch.facts
         exact: Hashable
         if type(inputs) is Tensor:  # most often
@@ -90,6 +91,7 @@ class StepKinds:
             facts = *(_facts(leaves, size) for size in sizes[:count]), spec, *around
             kind = self._kinds.setdefault(facts, StepKind())
             if len(self._of_shapes) >= _AT_MOST:
+                # Only a cache: the kinds and their numbers stay in `_kinds`.
                 self._of_shapes.clear()
             self._of_shapes[exact] = kind
         return kind

@@ -94,6 +94,7 @@ def stage_summaries(pipeline: Pipeline, optimizer: Optimizer) -> list[dict[str, 
         }
         for stage, memory in zip(pipeline.stages, memory_bytes(pipeline, optimizer), strict=True)
     ]
+    # By stage, since a process may have several that are not neighbors.
     by_stage = sorted(pipeline.gather(summaries), key=itemgetter("index"))
     return [{k: v for k, v in summary.items() if k != "index"} for summary in by_stage]
 

@@ -33,6 +33,7 @@ def digest(tensor: Tensor) -> Tensor | None:
         words = value.contiguous().view(-1).view(_INTEGERS[value.element_size()])
         size = _PIECE_ON_CPU if words.device.type == "cpu" else _PIECE_ON_GPU
         ends = 2 * min(len(words), size)
+        # Odd, so that the product with a word loses none of its bits modulo 2**64.
         factors = torch.arange(1, ends, 2, device=words.device) * 0x9E3779B1 | 1
         parts = words.split(size)
         return torch.stack([(part.to(torch.int64) * factors[: len(part)]).sum() for part in parts])

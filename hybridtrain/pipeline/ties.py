@@ -79,6 +79,7 @@ class Alias:
 
     def accumulate_into_owner(self) -> None:
         """Adds the alias's gradient to the parameter's and drops it."""
+        # Dropped in each step, whatever `zero_grad` does: the sum is in the owner's gradient.
         gradient, self.alias.grad = self.alias.grad, None
         if gradient is not None:
             here = gradient.to(self.parameter.device, non_blocking=True)
@@ -104,13 +105,17 @@ class AliasElsewhere:
     def refresh(self) -> None:
         """Sends the parameter's value."""
         refuse_hooks(self.parameter)
+        # Contiguous, because the receiver allocates by the shape alone.
         value = self.parameter.detach().to(self.world.wire_device).contiguous()
+        # At once, so that the order of the ties is the only order; between steps there is nothing
+        # to overlap with.
         wait(begin_send([value], self.world, self.peer))  # [1]
 
     def accumulate_into_owner(self) -> None:
         """Receives the alias's gradient, if any, and adds it to the parameter's."""
         there = torch.zeros(1, dtype=torch.uint8)  # [2], [3]: a flag first, since it may have none
         wait(begin_receive([there], self.world, self.peer))
+        # In CPU memory, so reading it waits for no GPU.
         if not there:
             return
         parameter = self.parameter
@@ -187,7 +192,9 @@ def tied_uses(stages: Sequence[Sequence[nn.Module]]) -> list[list[TiedUse]]:
     owner: dict[int, int] = {}
     uses: list[list[TiedUse]] = [[] for _ in stages]
     for index, layers in enumerate(stages):
+        # Each module once: a layer may be used in one stage under two names.
         for module in {id(m): m for layer in layers for m in layer.modules()}.values():
+            # Not `named_parameters`, which gives a tied parameter once.
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
@@ -239,6 +246,7 @@ def place_with_aliases(
 ) -> list[Alias]:
     """Moves `module` to `device` and gives it aliases for the parameters in `uses`."""
     for use in uses:
+        # `module.to` would move the owner's parameter to this stage's device.
         use.module._parameters[use.name] = None
     try:
         module.to(device)
@@ -255,9 +263,11 @@ def place_with_aliases(
             # a copy of the module has no pipeline: it ties parameters as in the user's model
             alias.__deepcopy__ = partial(copy.deepcopy, use.parameter)  # type: ignore[method-assign]
             aliases[id(use.parameter)] = Alias(use.parameter, alias)
+        # `nn.Module.__getattr__` is asked only for what the instance dictionary lacks.
         use.module.__dict__[use.name] = aliases[id(use.parameter)].alias
     placed = list(aliases.values())
     for number, placed_alias in enumerate(placed):
+        # DDP finds an alias only if it is registered.
         module.register_parameter(f"alias_{number}", placed_alias.alias)
     return placed
 
@@ -274,6 +284,8 @@ def ties_of(
     ties: list[Tie] = []
     for index, stage_uses in enumerate(uses):
         user = process_of(index)
+        # One tie for all uses in a stage: they share one alias. The order is that of the layers,
+        # which all processes have.
         for use in {id(use.parameter): use for use in stage_uses}.values():
             home = process_of(use.owner)
             if user == here:

@@ -72,6 +72,7 @@ class Timeline:
         if peers is not None and (accelerator := accelerator_of(devices[peers.own_lane])):
             # The origins of the events and of the compared clock must be the same time.
             accelerator.synchronize(devices[peers.own_lane])
+        # Right before `_began`, with nothing between them that could wait.
         self._zero = marks(devices)
         self._began = now()
         self._spans: tuple[tuple[Span, ...], ...] | None = None
@@ -90,6 +91,8 @@ class Timeline:
             end: the end of the action.
             computed: the time when only its all-reduce was left, if it has one.
         """
+        # From the thread that has the turn of the lane's device; lists of different lanes share
+        # nothing.
         self._marks[lane].append((action, start, end))
         if computed is not None:
             self._computed[action] = (computed, end)
@@ -140,6 +143,7 @@ class Timeline:
         return SpansWithCopies.of(computing, copies) if copies else computing
 
     def _read_own(self) -> None:
+        # Synchronizes the devices, so it comes after the step.
         self._spans = self._own_spans()
         for action, (computed, end) in self._computed.items():
             self._reductions[action] = max(0.0, _since(computed, end))
@@ -159,6 +163,7 @@ class Timeline:
         self._behind = began[peers.own_lane] - min(began)
         self._spans = tuple(
             tuple(
+                # On the clock of the first process, and from the start of whichever began first.
                 Span(
                     Action(*action),
                     start + start_of_lane - min(began),
@@ -187,6 +192,7 @@ class Timeline:
             self._devices, self._marks, self._copied, self._zero, strict=True
         ):
             if (accelerator := accelerator_of(device)) is not None:
+                # `elapsed_time` raises for an event that the device has not reached.
                 accelerator.synchronize(device)
             lanes.append(
                 tuple(Span(action, _since(zero, a), _since(zero, b)) for action, a, b in marks)
@@ -260,6 +266,8 @@ def read_timelines(timelines: Sequence[Timeline]) -> None:
     measured = [(clock_name(), [timeline._told(peers) for timeline in timelines])]
     of_processes = peers.gather(measured)
     ahead = [0.0] * len(of_processes)
+    # On one node, as in most runs, the clocks need no comparison. All processes see the same set,
+    # so they agree.
     if len({clock for clock, _ in of_processes}) > 1:
         ahead = peers.gather([peers.seconds_ahead()])
     for number, timeline in enumerate(timelines):
@@ -322,6 +330,7 @@ def _align(devices: Iterable[torch.device]) -> None:
         events = [accelerator.record_event(queue) for accelerator, queue in streams.values()]
         for _, stream in streams.values():
             for event in events:
+                # Every stream waits for every other one: all origins come after the last of them.
                 stream.wait_event(event)
 
 
@@ -330,6 +339,7 @@ def _since(zero: Mark, end: Mark) -> float:
         return end - zero
     assert not isinstance(zero, float)
     assert not isinstance(end, float)
+    # Milliseconds, as CUDA's events measure.
     return float(zero.elapsed_time(end)) / 1e3
 
 
@@ -360,9 +370,11 @@ def seconds_ahead(world: World) -> float:
 
     A collective call of the pipeline's processes; 0 in the first one.
     """
+    # The group of objects, whose messages are in CPU memory: no stream delays an answer.
     group, ranks = world.pipeline_object_group, world.processes_per_replica
     answer = torch.zeros(1, dtype=torch.float64)
     if world.pipeline_rank == 0:
+        # One after another: another process's question would add to the time of this one's.
         for other in range(1, ranks):
             for _ in range(_QUESTIONS):
                 dist.recv(answer, group=group, group_src=other)
@@ -375,6 +387,7 @@ def seconds_ahead(world: World) -> float:
         dist.send(answer, group=group, group_dst=0)
         dist.recv(answer, group=group, group_src=0)
         answered = now()
+        # The fastest was delayed least, so its error bound is the smallest.
         if answered - asked < fastest:
             fastest, ahead = answered - asked, (asked + answered) / 2 - float(answer)
     return ahead

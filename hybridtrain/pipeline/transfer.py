@@ -53,9 +53,11 @@ def send(values: Any, source: torch.device, target: torch.device, kind: str = ""
         return Transfer(map_tensors(lambda tensor: move(tensor, target), values))
     outbound = side_stream(source, source, target, kind)
     inbound = side_stream(target, source, target, kind)
+    # The value is complete in the sender's current stream only.
     outbound.wait_stream(accelerator.current_stream(source))
 
     def copy(tensor: Tensor) -> Tensor:
+        # In CPU memory, or already at its place.
         if tensor.device != source:
             return tensor
         moved = move(tensor, target)
@@ -63,6 +65,8 @@ def send(values: Any, source: torch.device, target: torch.device, kind: str = ""
         accelerator.record_stream(tensor, outbound)
         return moved
 
+    # PyTorch runs a copy between GPUs in the source's current stream, and lets the target's current
+    # stream wait for it: both must be side streams.
     with accelerator.using([outbound, inbound]):
         moved = map_tensors(copy, values)
         return Transfer(moved, accelerator.record_event(inbound))
@@ -73,7 +77,10 @@ def receive(transfer: Transfer, device: torch.device) -> Any:
     accelerator = accelerator_of(device)
     if transfer.ready_event is not None and accelerator is not None:
         stream = accelerator.current_stream(device)
+        # On the device: the host goes on.
         stream.wait_event(transfer.ready_event)
+        # The side stream has allocated them, and would reuse their memory as soon as they are
+        # freed.
         keep_until(stream, transfer.values, device)
     return transfer.values
 
@@ -104,6 +111,8 @@ class Inputs:
 
     def take(self, microbatch: int) -> Any:
         """Returns the inputs of `microbatch`, and starts copying the inputs of the next."""
+        # The next one is copied while this one is computed. No more than one, since each takes
+        # memory of the device.
         for number in (microbatch, microbatch + 1):
             if number < self._chunks and number not in self._begun:
                 self._begun[number] = self._begin(number)
@@ -112,6 +121,7 @@ class Inputs:
     def _begin(self, microbatch: int) -> Transfer:
         values, device = self._source(microbatch), self._device
         accelerator = accelerator_of(device)
+        # Values that are on the device already need no stream.
         on_host = [
             isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.device != device
             for leaf in tree_leaves(values)
@@ -145,7 +155,9 @@ def sync_streams(devices: Iterable[torch.device], before: bool, values: Any = No
         assert accelerator is not None
         current, theirs = accelerator.current_stream(device), accelerator.default_stream(device)
         first, second = (current, theirs) if before else (theirs, current)
+        # Equal for a caller that uses the default stream, as most do.
         if first != second:
+            # On the device; the host does not wait.
             second.wait_stream(first)
             keep_until(current, values, device)
 
@@ -157,6 +169,8 @@ _side_streams_lock = threading.Lock()
 def side_stream(device: torch.device, *use: Hashable) -> Stream:
     """Returns the stream of `device` for this use, the same one each time; None for the CPU."""
     key = (device, *use)
+    # Threads of several stages ask for the same stream. Two streams for one use would lose the
+    # order of its copies.
     with _side_streams_lock:
         if key not in _side_streams:
             accelerator = accelerator_of(device)

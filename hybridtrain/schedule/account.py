@@ -103,6 +103,8 @@ def account_of(
     reductions = reductions or {}
     reductions_of_last = reductions if reductions_of_last is None else reductions_of_last
     whole = {span.action: span.end - span.start for lane in measured for span in lane}
+    # The same actions three times: without the wait for the all-reduce, with the wait of the last
+    # replica, and as measured.
     computing, reduced = dict(whole), dict(whole)
     for action, waited in reductions.items():
         computing[action] = max(0.0, whole[action] - waited)
@@ -110,6 +112,7 @@ def account_of(
         reduced[action] = min(whole[action], computing[action] + of_last)
     delays, between = late_starts(schedule, measured)
     steps: list[tuple[_Times, _Times | None]]
+    # In this order each step adds one cause of waiting to the one before, see the module.
     steps = [
         (computing, None), (computing, between), (computing, delays), (reduced, delays),
         (whole, delays),

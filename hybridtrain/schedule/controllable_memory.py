@@ -46,6 +46,7 @@ def v_half(devices: int, chunks: int) -> Schedule:
     parts of a backward take one unit each, a device idles for at most 3 (P-1) units, compared with
     6 (P-1) for 1F1B, which has stages twice as large.
     """
+    # Without it, actions of two micro-batches would fall on the same unit of time.
     gap = 3 * (devices % 2 == 0)
     blocks = []
     for d in range(devices):
@@ -71,6 +72,7 @@ def v_min(devices: int, chunks: int) -> Schedule:
     with 6 (P-1) for 1F1B, which has stages twice as large. If they take different times, devices
     wait for each other at every micro-batch.
     """
+    # As in `v_half`.
     gap = 2 * (devices % 3 == 0)
     blocks = []
     for d in range(devices):
@@ -106,8 +108,10 @@ def _repeated(name: str, blocks: Sequence[_Block], chunks: int, most_held: int) 
     held = [0] * len(blocks)
     made: set[tuple[str, int, int]] = set()
     while any(upcoming) or any(weights):
+        # Products of this unit of time are there only in the next one.
         made_now: list[tuple[str, int, int]] = []
         for d, lane in enumerate(lanes):
+            # Twice, because a device counts each micro-batch in both of its stages.
             full = held[d] == 2 * most_held
             action = next(
                 (
@@ -122,6 +126,8 @@ def _repeated(name: str, blocks: Sequence[_Block], chunks: int, most_held: int) 
                 if action.kind == "F":
                     held[d] += 1
                 else:
+                    # In the order of the Is, so that each stage's weights are summed micro-batch by
+                    # micro-batch.
                     weights[d].append(action._replace(kind="W"))
             elif weights[d]:
                 action = weights[d].popleft()

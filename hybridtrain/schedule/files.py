@@ -66,6 +66,7 @@ def read_schedule(path: str | Path) -> Schedule:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             text = file.read()
+        # `safe_load`, because a plan may come from someone else.
         lines = _lines_of_plan(yaml.safe_load(text), path) if is_plan else _lines_of_csv(text)
     except (OSError, UnicodeDecodeError, csv.Error, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
@@ -95,6 +96,7 @@ def read_schedule(path: str | Path) -> Schedule:
         1 + max(action.microbatch for action in actions),
         tuple(lanes),
     )
+    # A file is the user's text: an engine would hang on a table that deadlocks.
     validate(table)
     return table
 

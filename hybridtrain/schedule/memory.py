@@ -84,6 +84,7 @@ def _fullest_moments_of(
         i, is_recomputed = place[stage], microbatch in recomputed
         divided = kind in "IW" and splits_backward and not is_recomputed
         if copies:
+            # Back before the action, since the copy begins then and takes its memory.
             on_device.update(held for held in copies[action].back if held not in finished)
         if kind == "W" and not divided:
             continue  # the backward ran at the position of its first part
@@ -96,6 +97,7 @@ def _fullest_moments_of(
         for other, _ in on_device:
             counts[place[other]] += 1
         held = (stage, int(is_recomputed), *inputs, *activations, *waiting, *counts)
+        # A long schedule repeats its moments; only new ones are compared.
         if held not in seen:
             seen.add(held)
             _keep_if_fullest(fullest[stage], held)
@@ -104,6 +106,7 @@ def _fullest_moments_of(
             activations[i] -= not is_recomputed
             waiting[i] -= divided
             finished.add((stage, microbatch))
+        # What left after the action before is gone only now: its copy ran beside this action.
         on_device -= leaving | finished
         away = copies[action].away if copies else None
         leaving = set() if away is None else {away}
@@ -119,6 +122,7 @@ def _fullest_moments_of(
 
 def _keep_if_fullest(frontier: list[tuple[int, ...]], held: tuple[int, ...]) -> None:
     """Adds `held` unless an entry dominates it; removes entries that it dominates."""
+    # In every count at least as full: for any sizes of them, this moment is no peak.
     if any(all(a >= b for a, b in zip(other, held, strict=True)) for other in frontier):
         return
     frontier[:] = [

@@ -96,6 +96,7 @@ def zero_bubble_h1(devices: int, chunks: int) -> Schedule:
         lane = [Action("F", d, i) for i in range(warm_up)]
         for k in range(chunks):
             lane.append(Action("I", d, k))
+            # A W is delayed by the device's number, so that it fills the wait at the end.
             if k >= d:
                 lane.append(Action("W", d, k - d))
             if warm_up + k < chunks:
@@ -126,8 +127,12 @@ def zero_bubble_v_in_parts(devices: int, chunks: int) -> Schedule:
     for d in range(devices):
         down, up = stages_at(d, devices, 2, "v")
         lane = _LaneBuilder()
+        # Warm-up, in three parts: until the first micro-batch has gone down the V and comes back up
+        # to this device,
         lane.add(2 * (devices - d) - 1, ("F", down))
+        # until its backward has come from the end of the V to this device's second stage,
         lane.add(d, ("F", up), ("F", down))
+        # and until its backward reaches this device's first stage.
         lane.add(devices - d, ("F", up), ("I", up), ("W", up))
         # fewer micro-batches run the same actions with gaps
         whole = max(chunks, 2 * devices - 1)
@@ -138,7 +143,9 @@ def zero_bubble_v_in_parts(devices: int, chunks: int) -> Schedule:
             ("I", up),
             ("W", up),
         )
+        # Steady: one of each action per micro-batch, so nothing accumulates.
         lane.add(whole - lane.begun("F", down), ("F", down), *both)
+        # Cool-down: no micro-batch enters any more. Ws come last, since no stage waits for them.
         lane.add(whole - lane.begun("F", up), *both)
         lane.add(d, ("I", down), ("I", up))
         lane.add(devices - d, ("I", down), ("W", down))
@@ -175,6 +182,8 @@ def forward_only(
     lanes = tuple(
         tuple(
             Action("F", s, i)
+            # In groups of about as many micro-batches as devices: when a device has run a group,
+            # its next stage can begin with the first of them.
             for group in even_parts(chunks, max(1, chunks // devices))
             for s in stages_at(device, devices, stages_per_device, placement)
             for i in group
@@ -219,10 +228,13 @@ def merge_backwards(table: Schedule, durations: Durations) -> Schedule:
         lane: list[Action] = []
         for action, _, _ in device_spans:
             stage, microbatch = action.stage, action.microbatch
+            # Only pairs without another action between them: merging others would move one.
             if action.kind == "W" and lane[-1:] == [action._replace(kind="I")]:
                 end = begins[stage, microbatch] + durations.backward[stage]
                 if stage:
                     end += durations.transfer[stage - 1]
+                # The stage before does not wait for the first part, so a whole backward delays
+                # nobody.
                 if not stage or begins[stage - 1, microbatch] >= end - _ROUNDING:
                     lane[-1] = action._replace(kind="B")
                     continue

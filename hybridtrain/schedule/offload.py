@@ -56,9 +56,12 @@ def offload_copies(schedule: Schedule, offloading: Offloading) -> Mapping[Action
     follows = [()] * len(schedule.lanes) if schedule.trains else backward_only(schedule).lanes
     copies: dict[Action, Copies] = {}
     for lane, later in zip(schedule.lanes, follows, strict=True):
+        # Also those of a later schedule: activations of forwards alone must know when they are
+        # used.
         actions = [*lane, *later]
         of_lane = _copies_of(actions, offloading, bool(schedule.made_before))
         most = _most_held(actions, of_lane, offloading)
+        # All or nothing per device: copies that do not lower the peak only cost time.
         if not schedule.made_before and most == _most_held(actions, {}, offloading):
             of_lane = {}
         copies |= {action: of_lane.get(action, Copies()) for action in lane}
@@ -82,11 +85,14 @@ def _copies_of(
     away = set(uses) if made_before else set()
     copies: dict[Action, Copies] = {}
     for number, action in enumerate(lane):
+        # This action and the next: what comes back for the first action of a lane has no earlier
+        # one.
         soon = dict.fromkeys(other[1:] for other in lane[number : number + 1 + _AHEAD])
         back = tuple(held for held in soon if held in away)
         away.difference_update(back)
         held, left = action[1:], number + 1 + (offloading == "overlapped")
         use = next((use for use in uses[held] if use > number), 0)
+        # Gone after `left`, wanted at `use - _AHEAD`: between them at least one action must run.
         is_away_for_long = use - _AHEAD > left
         if is_away_for_long:
             away.add(held)

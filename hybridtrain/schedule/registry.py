@@ -92,6 +92,8 @@ class RegisteredSchedule:
                 f"devices, expected {wanted[0]} stages, {chunks} micro-batches and {devices} "
                 "devices"
             )
+        # For each number of micro-batches that is asked for: a function may fail for some of them
+        # only.
         validate(table)
         for stage, device in sorted(table.lane_of.items()):
             if device != (place := place_of(stage, devices, self.placement)):
@@ -180,6 +182,7 @@ def is_periodic(entry: RegisteredSchedule, stages_per_device: int) -> bool:
     if not entry.periodic:
         return False
     for devices in _CHECKED_DEVICES:
+        # The first two groups are warm-up and may differ.
         facts = [_facts(entry, devices, groups, stages_per_device) for groups in (3, 4, 5)]
         added = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(facts)]
         if added[0] != added[1]:
@@ -249,6 +252,7 @@ def _of_table(name: str, table: Schedule) -> RegisteredSchedule:
     validate(table)
     devices = len(table.lanes)
     per_device = table.stages // devices
+    # Read off the table: a file does not say its placement.
     on_v = all(place_of(s, devices, "v") == device for s, device in table.lane_of.items())
 
     def first_microbatches(nb_part: int, chunks: int) -> Schedule:
@@ -317,6 +321,7 @@ def _made(
     # stage 0 holds all micro-batches in flight
     if max_inflight is not None and peak_in_flight(table)[0] > max_inflight:
         table = _in_blocks(entry, max_inflight, devices, chunks, stages_per_device)
+        # Again: joined blocks are another table.
         entry.check(table, devices, chunks, stages_per_device)
     return table
 
@@ -326,6 +331,7 @@ def _in_blocks(
 ) -> Schedule:
     """Concatenates schedules for `size` micro-batches at a time."""
     lanes: list[list[Action]] = [[] for _ in range(devices)]
+    # One block must end before the next begins, so no more than `size` are in flight.
     for block in even_parts(chunks, -(-chunks // size)):
         part = entry.build(devices, len(block), stages_per_device)
         for lane, actions in zip(lanes, part.lanes, strict=True):

@@ -166,10 +166,12 @@ def spans_of(
     spans: list[list[Span]] = [[] for _ in schedule.lanes]
     clock = [0.0] * len(schedule.lanes)
     copying = [] if copies is None else [_CopyLane(schedule, copies) for _ in schedule.lanes]
+    # In this order everything an action needs has an end already.
     for device, action in schedule.in_one_order:
         kind, stage, microbatch = action
         start = clock[device]
         if kind == "F" and stage > 0:
+            # A message takes its time while both devices go on, so it only delays the receiver.
             start = max(start, forward_ends[stage - 1][microbatch] + ways[stage - 1])
         elif kind in "BI" and stage + 1 < schedule.stages:
             start = max(start, gradient_ends[stage + 1][microbatch] + ways[stage])
@@ -179,6 +181,7 @@ def spans_of(
             start = copying[device].before(action, clock[device], start)
         end = clock[device] = start + seconds(action)
         if copying:
+            # On a CPU the device itself copies, and is not free before that.
             clock[device] = copying[device].after(action, end)
         if kind == "F":
             forward_ends[stage][microbatch] = end
@@ -224,6 +227,7 @@ class _CopyLane:
             free = max(free, self._left[-2])
             start = max(start, free)
         for held in self._copies[action].back:
+            # Not before it has left: a copy back reads what the copy to the host has written.
             begin = max(free, self._away.pop(held, 0.0)) if self._overlaps else start
             self._there[held] = end = self._copy(held, True, begin)
             if not self._overlaps:
@@ -246,6 +250,8 @@ class _CopyLane:
         needs = (self._times.back if back else self._times.away)[stage]
         # the other copy, which is earlier, keeps its end
         together = max(0.0, self._clocks[not back] - start)
+        # The part of this copy that runs beside one in the other direction is slower by this
+        # factor.
         slow = min(needs * self._times.both, together)
         end = start + slow + needs - slow / self._times.both
         self._clocks[back] = end

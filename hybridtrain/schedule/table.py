@@ -72,6 +72,7 @@ class Schedule:
     @cached_property
     def made_before(self) -> frozenset[Need]:
         """What an earlier schedule has made: all forwards, if this one has none."""
+        # Lane 0 speaks for all: a table has forwards on each device, or on none.
         if any(action.kind == "F" for action in self.lanes[0]):
             return frozenset()
         return frozenset(("F", s, i) for s in range(self.stages) for i in range(self.chunks))
@@ -100,11 +101,16 @@ class Schedule:
         moved = True
         while moved:
             moved = False
+            # One action per device and round, in the order of the devices: all processes compute
+            # the same order from the same table, which `message_wire` relies on.
             for device, lane in enumerate(left):
+                # Greedy is enough: an action that can run now can run at any later time too, so no
+                # choice can lead into a deadlock that another avoids.
                 if lane and made.issuperset(needs_of(lane[0], self.stages)):
                     order.append((device, lane[0]))
                     made.update(made_by(lane.popleft()))
                     moved = True
+        # Each device waits for one that waits as well, so following the waits leads into a cycle.
         if any(left):
             raise ScheduleError(
                 f"{self.name}: deadlock; waiting in a cycle: "
@@ -129,6 +135,7 @@ class Schedule:
             ]
             if not ready:
                 return self.in_one_order  # which raises an error that names the cycle
+            # The earliest stage first: it runs ahead until the table makes it wait.
             _, device = min(ready)
             order.append((device, left[device][0]))
             made.update(made_by(left[device].popleft()))
@@ -200,6 +207,7 @@ def receiver_of(action: Action, stages: int) -> Action | None:
     """Returns the action that receives the message of `action` (`B` for any backward), or None."""
     kind, stage, microbatch = action
     if kind == "F":
+        # Stages are linked by number, whichever devices they are on.
         return Action("F", stage + 1, microbatch) if stage + 1 < stages else None
     return Action("B", stage - 1, microbatch) if kind != "W" and stage > 0 else None
 
@@ -233,6 +241,8 @@ def _cycle(left: Sequence[Sequence[Action]], made: Set[Need], stages: int) -> li
     }
     device = next(device for device, lane in enumerate(left) if lane)
     waits: dict[int, str] = {}
+    # The walk enters the cycle after at most one pass over the devices, since each has exactly one
+    # wait.
     while device not in waits:
         action = left[device][0]
         missing = [need for need in needs_of(action, stages) if need not in made]
@@ -271,6 +281,7 @@ def validate(schedule: Schedule) -> None:
             if device_of.setdefault(stage, device) != device:
                 raise ScheduleError(f"{schedule.name}: stage {stage} is on two devices")
             for made, _, _ in made_by(action):
+                # One comparison for order, gaps and repetitions.
                 if seen.get((made, stage), 0) != microbatch:
                     raise ScheduleError(
                         f"{schedule.name}: {action} is out of order; stage {stage} must take each "
@@ -281,6 +292,7 @@ def validate(schedule: Schedule) -> None:
         for made, word in (("F", "an F"), ("I", "a B or I"), ("W", "a B or W")):
             if seen.get((made, stage), 0) != schedule.chunks:
                 raise ScheduleError(f"{schedule.name}: stage {stage} lacks {word}")
+    # Raises for a deadlock; the order itself is cached for the engines.
     _ = schedule.in_one_order
 
 

@@ -77,7 +77,9 @@ def late_starts(
     """
     starts = _starts(schedule, measured)
     delays = {action: max(0.0, start.start - start.ready) for action, start in starts.items()}
+    # Their inputs are on the same device, so nothing but the host can delay them.
     alone = [delay for action, delay in delays.items() if not starts[action].crosses]
+    # The median, because a garbage collection or a log line delays single actions.
     usual = median(alone or [0.0])
     between = {a: min(delay, usual) if starts[a].crosses else delay for a, delay in delays.items()}
     return delays, between
@@ -89,6 +91,7 @@ def waits(measured: Spans) -> list[Wait]:
     between = late_starts(schedule, measured)[1]
     intervals = []
     for action, start in _starts(schedule, measured).items():
+        # In order: first nothing to take, then a message, and last the host's own delay.
         on_its_way = start.start - between[action]
         reasons: dict[WaitFor, float] = {"stage": start.ready, "message": on_its_way}
         begin = start.free
@@ -119,6 +122,7 @@ def critical_path(measured: Spans) -> list[Action]:
         before = [*start.needed, *([] if start.before is None else [start.before])]
         if not before:
             return path[::-1]
+        # The latest of what it had to wait for is what it did wait for.
         path.append(max(before, key=ends.__getitem__))
 
 
@@ -129,6 +133,7 @@ def _starts(schedule: Schedule, measured: Spans) -> dict[Action, _Start]:
         **{("F", a.stage, a.microbatch): a for a in ends if a.kind == "F"},
         **{("I", a.stage, a.microbatch): a for a in ends if a.kind in "BI"},
     }
+    # A device is free from the beginning of the step, not from its first action.
     first = window(measured)[0]
     starts = {}
     for device, lane in enumerate(measured):

@@ -144,6 +144,7 @@ class _Same:
 
     def __init__(self, value: Any) -> None:
         self.kind: Any = type(value)
+        # Only a hint: `__eq__` asks the weak references whether it is still the same object.
         self._id = id(value)
         try:
             self._object: Any = weakref.ref(value)
@@ -158,6 +159,7 @@ class _Same:
             return False
         if self._object is None or other._object is None:
             return self._object is other._object
+        # Two dead objects are not the same: one may have had the other's id.
         return self._object() is not None and self._object() is other._object()
 
 
@@ -191,6 +193,7 @@ def _key(value: Any, seen: dict[int, int]) -> Hashable:
         parts = [*value, *value.values()] if isinstance(value, dict) else list(value)
     if parts is None:
         return _Same(value)
+    # The position, not the id: two losses with equal structure get equal keys.
     if id(value) in seen:
         return seen[id(value)]
     seen[id(value)] = len(seen)
@@ -229,6 +232,7 @@ def _is_captured(namespace: Mapping[str, Any], name: str) -> bool:
     value = namespace.get(name, ModuleType)
     if isinstance(value, ModuleType | type | BuiltinFunctionType):
         return False
+    # A function of another module is imported, and is not state of this one.
     return not isinstance(value, FunctionType) or value.__globals__ is namespace
 
 
@@ -278,6 +282,8 @@ def _copied(value: Any, memo: dict[int, Any], code: CodeType | None = None) -> A
     elif isinstance(value, nn.Module) or not _holds_much(value):
         if isinstance(value, nn.Module):
             tensors = [*value.parameters(), *value.buffers()]
+            # deepcopy then takes them as copied already, so parameters and large tensors stay
+            # shared.
             memo |= {id(tensor): tensor for tensor in tensors if not _is_state(tensor)}
         with suppress(Exception):  # a class may refuse; then copy its attributes one by one
             memo[id(value)] = copy.deepcopy(value, memo)
@@ -296,6 +302,8 @@ def _function_copied(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
     if not (state or function.__closure__ or function.__defaults__ or function.__kwdefaults__):
         return function
     cells = tuple(CellType() for _ in function.__closure__ or ())
+    # One copy of the namespace for all functions of a module, so that they still share their
+    # globals.
     new_globals = memo.setdefault(id(function.__globals__), {**function.__globals__})
     namespace = new_globals if state else function.__globals__
     twin = FunctionType(code, namespace, function.__name__, None, cells)
@@ -331,6 +339,7 @@ def _object_copied(value: Any, memo: dict[int, Any], code: CodeType | None) -> A
     kind = type(value)
     calls = [code, getattr(kind.__call__, "__code__", None) if callable(value) else None]
     try:
+        # Without `__init__`, which may have effects.
         twin = object.__new__(kind)
         attributes = vars(value)
     except TypeError:  # not a Python class

@@ -154,6 +154,7 @@ def _of_tensors(first: Tensor, second: Tensor, scale: float) -> float:
     if first.layout != torch.strided:
         first, second = first.to_dense(), second.to_dense()
     first, second = first.as_subclass(Tensor), put(second.as_subclass(Tensor), first.device)
+    # The common case, without temporary tensors.
     if torch.equal(first, second):
         return 0.0
     differs = ~((first == second) | ((first != first) & (second != second)))
@@ -162,6 +163,7 @@ def _of_tensors(first: Tensor, second: Tensor, scale: float) -> float:
     first_entries, second_entries = first[differs], second[differs]
     if not bool((torch.isfinite(first_entries) & torch.isfinite(second_entries)).all()):
         return math.inf
+    # The difference of two neighbors in half precision is not representable in it.
     exact = torch.complex128 if first.is_complex() else torch.float64
     entries = [tensor[torch.isfinite(tensor)].to(exact).abs() for tensor in (first, second)]
     largest = max(float(entry.max()) for entry in entries)
@@ -191,6 +193,7 @@ class Calls:
         """
         self._noted = noted
         with ExitStack() as ends:
+            # Each module once: one with two names would be recorded twice per call.
             for name, module in {id(module): (name, module) for name, module in modules}.values():
                 note_inputs = partial(self._note, self.inputs, name)
                 ends.callback(watch_calls(module, note_inputs, partial(self._note_output, name)))

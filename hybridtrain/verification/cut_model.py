@@ -48,11 +48,13 @@ class CutModel(NamedTuple):
 
 def root_of(output: Any) -> Tensor | None:
     """Returns a scalar that depends on all outputs that require a gradient, or None without any."""
+    # Fixed: both runs must weight the outputs alike, and no draw of the model may move.
     generator = torch.Generator().manual_seed(0)
     total: Tensor | None = None
     for leaf in leaves_of(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            # Random and not ones: a sum of a softmax, for example, is constant and has no gradient.
             weights = torch.rand(values.shape, generator=generator, dtype=torch.float64)
             product = (values * weights.to(values.device, values.dtype)).sum().float()
             total = product if total is None else total + product

@@ -93,11 +93,14 @@ class FirstSteps:
         Raises:
             ConfigError: the loss contradicts its count.
         """
+        # The same answer in all processes of a pipeline, which have the same loss.
         if loss.is_known_reduction and not loss.takes_log_probabilities:
             return None
         is_one = is_whole or sum(sizes) == 1
         if not self._losses.is_new(loss, divided=not is_one):
             return None
+        # Collective: only the last process reads targets. Asked only for a new loss, since it waits
+        # for the others.
         if not has_targets(targets):
             targets = None
         if is_one and is_of_model(loss, targets):
@@ -112,6 +115,8 @@ class FirstSteps:
         if is_of_model(loss, targets):
             proof = ModelLossProof(loss, inputs, targets, sizes, warn)
             with self._further_forward("the model's loss could not be compared with its count"):
+                # A forward of the whole pipeline, so each process calls it, whether or not it has
+                # the head.
                 evaluate(proof.inputs, proof.head)
             if loss.function is model_output:
                 return None
@@ -136,6 +141,7 @@ class FirstSteps:
         """
         total = batch_size(inputs)
         other_size = sizes[0] + 1 if total > sizes[0] else sizes[0] - 1
+        # Only the last process has outputs, and all must run the forward together.
         if not other_size or not self._pipeline.any_process(self._joined.asks(outputs, sizes)):
             return
         part = split(inputs, [other_size, total - other_size])[0]

@@ -116,6 +116,7 @@ class ForwardCheck:
             inputs = example_inputs
             sizes = chunk_sizes(batch_size(inputs), self._model.options.chunks)
         net = self._model.net
+        # One by one: the user may keep some modules in evaluation mode.
         modes = [(module, module.training) for module in net.modules()]
         try:
             for training in (True, False):
@@ -149,12 +150,16 @@ class ForwardCheck:
             NotExactError: the micro-batches compute something else when stages run ahead.
         """
         number = kind.number + 1
+        # A power of two, but not 2: the first one has just been compared.
         if self._is_off or number in (2, 3) or number & (number - 1):
             return
+        # As many as can be ahead of one another in so many stages, and one that follows all of
+        # them.
         count = min(len(sizes), len(self._model.plan.stages) + 1)
         # cut from the batch, because shared values are marked only there
         pieces = [(min(size, SAMPLES), max(size - SAMPLES, 0)) for size in sizes]
         parts = split(inputs, [size for pair in pieces for size in pair])[::2][:count]
+        # The caller's modes would see, or change, a computation that is none of the model's step.
         with without_modes():
             try:
                 training = self._model.net.training
@@ -173,6 +178,7 @@ class ForwardCheck:
         run = _Run(self._model)
         try:
             mismatch = run.mismatch(batch)
+        # These are results, not failures of small samples.
         except (_Skipped, UserError, SplitError):
             raise
         except Exception:
@@ -231,6 +237,7 @@ class _Run:
         self._net = model.net
         self.not_compared: set[str] = set()
         self._tied: set[str] = set()  # parameters whose gradients are added up in a different order
+        # One device for both runs: different GPUs could round differently.
         self._device = model.world.devices[-1]
         # without the options that concern only replicas, memory or compiled code
         self._options = replace(
@@ -247,6 +254,8 @@ class _Run:
             if isinstance(module, torch.jit.ScriptModule):
                 raise _Skipped("TorchScript runs different code in its first runs than later")
         limit: float = MAX_BYTES
+        # A run needs about four times the bytes of the model, beside the model itself and its
+        # optimizer.
         if (accelerator := accelerator_of(self._device)) is not None:
             limit = min(limit, accelerator.total_memory(self._device) / 16)
         if (total := bytes_of_module(self._net)) > limit:
@@ -261,12 +270,14 @@ class _Run:
         except Exception as error:
             if DRAWS_IN_OTHER_THREAD in str(error):  # the cause of TorchScript's own error
                 raise _Skipped(DRAWS_IN_OTHER_THREAD) from error  # an evaluation may do so
+            # Without seeds, since the cut run has not told any.
             self._run_plain(batch, [[] for _ in batch.parts])  # fails too if the model is the cause
             return f"it fails ({type(error).__name__}: {str(error).partition('.')[0]})"
         plain = self._run_plain(batch, seeds)
         mismatch = self._difference(cut, plain)
         if mismatch is None:
             return None
+        # Only after a difference, since it costs a run: kernels may add in any order.
         if difference(tuple(plain), tuple(self._run_plain(batch, seeds))):
             raise _Skipped("two runs of the module on the same inputs give different numbers")
         layer = self._first_layer(batch)
@@ -326,6 +337,7 @@ class _Run:
             return self._run_parts(batch, calls)
         planned = self._model.planned
         layers = [[layer.module for layer in stage] for stage in planned.stages]
+        # In one call, so that the copies of the layers are those inside the copy of the model.
         net, copied = self._copied((self._net, layers))
         planned = _with_modules(planned, net, copied)
         world = World(devices=(self._device,) * self._model.world.nb_part)
@@ -346,9 +358,13 @@ class _Run:
             if calls is not None:
                 options = replace(options, recompute="never")  # which would record calls twice
             pipeline = Pipeline(net, self._model.plan, planned, world, options)
+            # The worst order for state that micro-batches share, see the module.
             pipeline.furthest_ahead = True
             pipeline.rng.seeds_evaluations = True
+            # One action at a time here, so that a changed generator state can only be the forward's
+            # doing.
             pipeline.rng.refuses_own_seeds = True
+            # Read before the step, which counts it up; the seeds below belong to this number.
             step = pipeline.rng.step
             begun = time.perf_counter()
             with (
@@ -364,6 +380,7 @@ class _Run:
                     forward = forward_only(*shape, self._options.placement)
                     pipeline.run_forward(forward, parts.__getitem__, head)
             self.recast |= planned.recast
+            # After the fact: nobody knows before how long it takes, and one such run is bearable.
             if calls is None and time.perf_counter() - begun > MAX_SECONDS * len(parts):
                 raise _Skipped(f"a forward and backward take more than {MAX_SECONDS:.0f} s")
             counts = dict(pipeline.rng.counts)
@@ -378,6 +395,7 @@ class _Run:
         """Runs the model as several processes do, each with one stage and its own copy."""
         planned = self._model.planned
         layers = [[layer.module for layer in stage] for stage in planned.stages]
+        # One per part: they would share state, which processes cannot.
         copies = [self._copied((self._net, layers)) for _ in planned.stages]
         nets = [net for net, _ in copies]
         parts = [self._placed(part, batch.trains) for part in batch.parts]
@@ -440,9 +458,11 @@ class _Run:
         install_head(net, self._model.planned.head.names)
         parts = [self._placed(part, batch.trains) for part in batch.parts]
         outputs: list[Any] = []
+        # Kernels add in an order that depends on the number of threads.
         threads = threads_per_lane(self._model.world.nb_part)
         with self._as_before(net), _watching(calls, _inside(net, [net])), intra_op_threads(threads):
             for part, seeds_of_part in zip(parts, seeds, strict=True):
+                # For the watchdog: this runs without lanes and may take long.
                 activity.compared += 1  # progress
                 args, kwargs = arguments_of(net, part)
                 draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
@@ -451,6 +471,7 @@ class _Run:
                     outputs.append(_noted(value))
                     root = root_of(value) if batch.trains else None
                 if root is not None:
+                    # A backward runs outside of autocast, as in a training loop.
                     with torch.autocast(self._device.type, enabled=False):  # the caller's
                         root.backward(torch.ones_like(root))
             return _results(outputs, net, parts)
@@ -466,6 +487,7 @@ class _Run:
 
     def _placed(self, inputs: Any, trains: bool) -> Any:
         def placed(tensor: Tensor) -> Tensor:
+            # A copy in each run: a layer may work in place on its input.
             moved = tensor.detach().to(self._device, copy=True)
             return moved.requires_grad_(tensor.requires_grad and trains)
 
@@ -474,6 +496,7 @@ class _Run:
     @contextmanager
     def _as_before(self, net: nn.Module) -> Iterator[None]:
         """Restores state that a run changes outside the copy `net`, and the default generators."""
+        # The copy shares closures and globals with the model, and the two runs with each other.
         with undone(net, [self._device]) as state, warnings.catch_warnings():
             if not state.is_complete:
                 raise _Skipped("its code can reach too many objects to restore them all")
@@ -518,6 +541,7 @@ def _without_objects(leaf: Any) -> Any:
 
 
 def _noted(tree: Any) -> Any:
+    # Clones: later micro-batches may change the memory, such as a buffer that is returned.
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), tree)
 
 
@@ -544,6 +568,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, bool | int | float | str | type(None)):
         return value
     if isinstance(value, Tensor):
+        # Not the values: this only names what has changed, after a difference was found.
         return id(value), value._version
     if isinstance(value, list | dict | set | tuple):
         return id(value), len(value), [id(item) for item in value]

@@ -114,6 +114,7 @@ def _most_informative(
         return bool(a and b), abs(a / size_a - b / size_b) / (a + b) if a + b else -1.0
 
     pairs = [at for at in range(len(parts) - 1) if microbatch[at] == microbatch[at + 1]]
+    # The first of equal ones, so that all ranks of a pipeline choose the same.
     first = max(pairs or range(len(parts) - 1), key=unevenness)
     pair = slice(first, first + 2)
     microbatches = range(microbatch[first], microbatch[first + 1] + 1)
@@ -252,6 +253,7 @@ class OutputProof:
         if self._outputs is None:
             return
         try:
+            # Heads run at turns of the last stage, so one after another.
             self._observe(self._outputs, microbatch, output)
         except ConfigError:
             raise
@@ -266,6 +268,7 @@ class OutputProof:
             if self._loss.counts_samples:
                 self._warn(_NOT_BY_SAMPLE, setting("loss_fn", self._loss.name))
             return
+        # Outputs are not known earlier, and all micro-batches have about the same bytes per sample.
         if microbatch == 0:
             self._choose(sum(map(byte_size, tensors)) / self._sizes[0])
         if microbatch not in self._samples.microbatches:
@@ -273,6 +276,7 @@ class OutputProof:
         start = self._samples.start - sum(self._sizes[:microbatch])
         compared = slice(max(start, 0), start + sum(self._samples.sizes))
         self._trained = [t.requires_grad for t in tensors]
+        # A copy: the loss of the step, which runs next, may work in place.
         outputs.append(map_tensors(lambda t: _single(t[compared]), output))
         if microbatch + 1 < self._samples.microbatches.stop:
             return
@@ -409,6 +413,7 @@ class _Calls:
                 draws = SameDraws(self._draws.drawn, start, size, samples)
             with draws, _NllInputs(self._loss.name):
                 value = self._copy(tree_unflatten(leaves, tree), targets, device)
+            # The generator has moved, but no operation was seen: its numbers cannot be replayed.
             if self._copy.has_drawn and not self._draws.drawn:  # not intercepted in compiled code
                 raise OtherDrawsError
             gradients: Sequence[Tensor | None] = [None] * len(inputs)
@@ -436,6 +441,7 @@ class _Calls:
         expected = sum(part * weight for part, weight in zip(parts, weights, strict=True))
         largest = max(map(abs, [whole, *map(float.__mul__, parts, map(float, weights))]))
         relative = _RELATIVE_OF_HALF if self.is_half else _RELATIVE
+        # The step itself deals with a loss that is not finite.
         if not math.isfinite(whole):
             return
         if not abs(whole - expected) <= _ABSOLUTE + relative * largest:  # a part's loss may be NaN
@@ -523,6 +529,7 @@ class _Copy:
             return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
 
         # stages in other threads may use the same generators
+        # The step's own draws must not depend on whether a check was due.
         with default_generator_lock, torch.random.fork_rng(gpus), self._draws.call():
             states_before = generators()
             value = self.loss(output, targets)

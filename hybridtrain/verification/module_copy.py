@@ -43,15 +43,19 @@ def copy_modules(modules: T, convert: Callable[[Tensor], Tensor] | None = None) 
                 if convert is not None:
                     memo[id(value)] = convert(value)
                 elif value.grad_fn is not None:
+                    # The graph that it belongs to is not the copy's; its hook or parametrization
+                    # computes it anew.
                     memo[id(value)] = value.detach().clone()
             elif isinstance(value, ModuleType):
                 memo[id(value)] = value
     copied = deepcopy_of_modules(modules, memo, _parts)
+    # A `forward` that was replaced by a function has the original module in its closure.
     let_functions_call_copies(zip(parts, _parts(copied), strict=False), memo)
     for original, twin in zip(parts, _parts(copied), strict=True):
         for name, parameter in original._parameters.items():
             twin_parameter = twin._parameters[name]
             if parameter is not None and twin_parameter is not None:
+                # deepcopy has copied it, and it would be added to.
                 twin_parameter.grad = None
                 _copy_hooks(parameter, twin_parameter)
         if not isinstance(twin, torch.jit.ScriptModule):

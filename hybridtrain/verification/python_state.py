@@ -95,10 +95,12 @@ class PythonState:
         self._seen: set[int] = set()
         if without is not None:
             parts = (*without.modules(), *without.parameters(), *without.buffers())
+            # Seen already, so the walk stops at them.
             self._seen.update(map(id, parts))
         self._parameters = parameters
         self._savers: dict[type, Callable[[Any], Iterable[Any]]] = {}  # by type: a walk meets few
         todo: deque[Any] = deque(roots)
+        # Breadth first: what is near to the module matters more if the limit ends the walk.
         while todo and len(self._seen) < _MAX_OBJECTS:
             value = todo.popleft()
             # not isinstance, which reads the attribute `__class__`: proxies compute it
@@ -116,6 +118,7 @@ class PythonState:
         Raises:
             UserError: something has changed and cannot be written; everything else is restored.
         """
+        # All are tried, so that one that cannot be written leaves the others restored.
         failures = _failures_of(self._saved)
         # a view that cannot be written is right once the object that it shows is restored
         if failures and (failures := _failures_of([saved for saved, _ in failures])):
@@ -150,6 +153,7 @@ class PythonState:
         if issubclass(kind, nn.Module):
             return self._save_object
         if issubclass(kind, tuple | frozenset):
+            # The items cannot be replaced, but they may be mutable themselves.
             iterate = _base_of(kind, tuple, frozenset).__iter__
             return lambda value: [*iterate(value), *self._save_object(value)]
         if issubclass(kind, MutableMapping | MutableSet | list | deque | bytearray):
@@ -159,6 +163,7 @@ class PythonState:
     def _save_other(self, value: Any) -> Iterable[Any]:
         if (functions := _functions_of_generator(value)) is not None:
             read, write = functions
+            # Read now: the state is an argument of `write`.
             self._saved.append(_Saved(value, "", partial(write, read())))
             return ()
         numpy: Any = sys.modules.get("numpy")
@@ -169,6 +174,7 @@ class PythonState:
     def _save_tensor(self, tensor: Tensor) -> Iterable[Any]:
         hooks = [tensor._backward_hooks] if tensor._backward_hooks else []
         is_parameter = isinstance(tensor, nn.Parameter)
+        # A tensor of a graph is a result, and is made again by the next forward.
         is_saved = self._parameters if is_parameter else not tensor.requires_grad
         if is_saved and not tensor.is_meta and not is_lazy(tensor):
             self._note(_restore_tensor, tensor, tensor.detach().clone())
@@ -215,6 +221,7 @@ class PythonState:
                 value: Any = namespace.get(name)
                 if issubclass(type(value), type):
                     held += self._save_class(value)
+                # The name is restored too: the code may assign it by `global`.
                 elif name in namespace and not issubclass(type(value), ModuleType):
                     self._note(_restore_item, namespace, name, value, name=name)
                     held.append(value)
@@ -369,6 +376,8 @@ def _functions_of_generator(value: Any) -> tuple[Callable[[], Any], Callable[[An
 def _restore_tensor(tensor: Tensor, value: Tensor) -> None:
     try:
         if have_same_values(tensor, value):
+            # No write where nothing changed: a version counter that moves would look like a change
+            # in place.
             return
     except Exception:  # a type without comparison, or without data
         pass
@@ -384,6 +393,8 @@ def _restore_dict(values: dict[Any, Any], saved: list[tuple[Any, Any]]) -> None:
     if _are_identical(current, saved):
         return
     base = _base_of(type(values), OrderedDict, dict)
+    # Order matters too; a dict whose keys are the same is written without a moment in which it is
+    # empty.
     if not _are_identical([key for key, _ in current], [key for key, _ in saved]):
         base.clear(values)
     for key, item in saved:

@@ -43,6 +43,7 @@ class RecordedDraws(InterceptedDraws):
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation` and records it."""
         result = operation(*args, **kwargs)
+        # Of a dropout, the mask: the result depends on the input.
         numbers = result[1] if operation is _DROPOUT else result
         self.drawn.append(tree_map_only(Tensor, lambda t: t.detach().clone(), numbers))
         return result
@@ -94,6 +95,7 @@ class SameDraws(InterceptedDraws):
             part = part[self._start : self._start + self._size]
         if part.shape != like.shape:
             raise OtherDrawsError
+        # The loss may work in place, and the numbers are needed for the next part.
         return part.clone()
 
 
@@ -123,6 +125,8 @@ class HostDraws:
         finally:
             for (_, write), state in zip(self._generators, states_before, strict=True):
                 write(state)
+        # Compared by the state after: equal states mean equally many draws, since all calls start
+        # from the same one.
         if self._after not in (None, states_after):
             raise OtherDrawsError
         self._after = states_after

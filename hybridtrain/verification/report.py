@@ -221,6 +221,7 @@ def verify(
             f"{setting('engine', 'distributed')}: pass reference=, the module before it was "
             "wrapped"
         )
+    # The comparison needs the pipeline, such as its output device.
     model.split_for(first_share(batches[0][0]))
     loss = model.resolve_loss(loss_fn)
     comparison = _Comparison(model, loss, reference)
@@ -259,6 +260,7 @@ def _as_before(model: HybridModel, loss: CountedLoss) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         rng.step = step
+        # The layers have run with other weights than the next step's.
         rng.reprobe()
 
 
@@ -378,6 +380,7 @@ class _Comparison:
         self._loss = loss
         self._device = model.pipeline.output_device
         net = _copied(model.net) if reference is None else reference
+        # Its layers would otherwise compute with leaves that the model's pipeline owns.
         remove_aliases(net)
         self._net = net.to(self._device)
         computed = [model.options.precision]
@@ -403,6 +406,7 @@ class _Comparison:
             for name, parameter in modules.named_parameters():
                 if not parameter.is_floating_point() or parameter.is_meta:
                     continue
+                # By name, so that all processes move a parameter alike, whichever of them have it.
                 generator = torch.Generator().manual_seed(zlib.crc32(f"{number} {name}".encode()))
                 noise = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1)
                 with torch.no_grad():
@@ -421,6 +425,7 @@ class _Comparison:
         differed = self._differs
         self._train(batch)
         self._evaluate(batch)
+        # All processes take part in `_first_layer`, also those in which nothing differs.
         if any(self._world.gather(self._differs and not differed)):
             self._first = self._first or self._first_layer(inputs, parts[0])
 
@@ -454,6 +459,7 @@ class _Comparison:
         # a known reduction; otherwise the first step's check would call it again
         loss = self._loss.of(recorded, is_known_reduction=True)
         self._set_modes(training=True)
+        # Both begin without gradients: a sum with earlier ones would hide small differences.
         model.zero_grad()
         net.zero_grad()
         self._terms.clear()
@@ -471,6 +477,7 @@ class _Comparison:
             plain = _Recorded(self._loss)
             with self._plainly(seeds[number]), torch.enable_grad():
                 value = plain(self._forward(part), target)
+            # A backward runs outside of autocast, as in a training loop.
             with self._plainly(autocast=False), self._terms_noted():
                 value.backward(torch.full_like(value, weights.grad_scales[number]))
             values += plain.losses
@@ -536,6 +543,7 @@ class _Comparison:
                     if self._world.fixed_replicas is None:
                         gradient = self._world.sum(gradient) / self._world.size
                     parameter.grad = gradient
+            # Tolerances must be the same on all processes, or their results would differ.
             terms = torch.tensor([self._terms.get(name, 0.0) for name in names])
             if len(terms):
                 sums = self._world.sum(terms.to(self._world.wire_device)) / self._world.size
@@ -557,6 +565,7 @@ class _Comparison:
         model = self._model
         model.sync_buffers()
         if self._world.data_parallel_size > 1 and model.options.broadcast_buffers:
+            # In the order of the module: each call is a collective.
             for buffer in self._net.buffers():
                 self._world.broadcast_tensor(buffer)
         self._set_modes(training=False)
@@ -671,6 +680,7 @@ class _Comparison:
         rng, seeds = self._model.rng, list[Sequence[int]]()
         step = rng.step
         yield seeds
+        # Collective: the draws of the layers before are those of other processes' stages.
         counts = dict(self._model.pipeline.gather(list(rng.counts.items())))
         seeds += [rng.seeds_in_order(counts, number, step) for number in range(microbatches)]
 

@@ -51,6 +51,7 @@ class MetricsFile(Tracker):
         """Appends a line."""
         if self._file is None:
             raise RuntimeError(f"call {type(self).__name__}.on_start() first")
+        # Writing to an open file that was removed succeeds, and the values would be lost.
         if not self.path.exists():
             raise FileNotFoundError(f"{self.path} has been removed")
         step = run.step
@@ -109,6 +110,7 @@ class MetricsFile(Tracker):
 
     def _keep(self, wanted: Callable[[Entry], bool], more: Iterable[Entry] = ()) -> None:
         """Rewrites the file with the given entries."""
+        # A run that is killed here keeps the old file.
         with open(self.path, "rb") as old, atomic_file(self.path) as new:
             whole = (line for line in old if line.endswith(b"\n"))
             entries = [*filter(wanted, self._entries(whole)), *more]

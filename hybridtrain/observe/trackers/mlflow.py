@@ -106,6 +106,7 @@ class MLflow(QueuedTracker):
         points = [
             Metric(tag, float(value), now, step)
             for tag, value in values.items()
+            # Asked once per tag, and only in a resumed run.
             if step > self._newest_step(tag)
         ]
         self._client.log_batch(self._run_id, metrics=points)
@@ -173,6 +174,7 @@ def _new_or_known(path: Path) -> str:
     if not path.exists():
         import mlflow
 
+        # Made complete under another name: a second run must not find tables half made.
         new = path.with_name(f".mlflow-{os.getpid()}.db")
         try:
             mlflow.MlflowClient(tracking_uri=f"sqlite:///{new}")  # creates the tables

@@ -91,9 +91,12 @@ class QueuedTracker(Tracker):
 
     def on_start(self, run: Run) -> None:
         """Starts the thread, which begins or resumes the run at the tracking service."""
+        # A new queue for each run: a thread that was abandoned keeps the old one, and cannot take
+        # jobs of this one.
         self._waiting, self._error, self.failed = Queue(_MOST_WAITING), None, False
         self._deadline = None
         self.directory.mkdir(parents=True, exist_ok=True)
+        # Daemon, so that a service that does not answer does not keep the process from ending.
         thread = threading.Thread(target=self._work, args=[self._waiting], daemon=True)
         thread.start()
         self._thread = thread
@@ -108,6 +111,7 @@ class QueuedTracker(Tracker):
     def on_timeline(self, run: Run, predicted: Spans, measured: Spans) -> None:
         """Queues a picture of the last recorded step."""
         step, title = run.step, f"{self.run_name}, step {run.step}"
+        # Drawn in the thread, since drawing takes longer than a small step.
         self._do(lambda: self.picture(step, "timeline", draw(predicted, measured, title)))
 
     def on_end(self, run: Run) -> None:
@@ -126,7 +130,9 @@ class QueuedTracker(Tracker):
                 if isinstance(value, int | float)
             }
             self._do(lambda: self.values(step, numbers))
+        # First: whatever follows may raise, and a second call must do nothing.
         thread, self._thread = self._thread, None
+        # After an error the thread has ended, and nobody would take these jobs.
         if self._error is None:
             self._put(self.finish)
             self._put(None)
@@ -138,6 +144,8 @@ class QueuedTracker(Tracker):
                 raise TimeoutError(
                     f"the remaining reports were not accepted within {patience_s:.3g} seconds"
                 )
+        # Again: the thread may have failed in its last jobs. `join` orders its write before this
+        # read.
         if self._error is not None:
             raise self._error
 
@@ -155,17 +163,20 @@ class QueuedTracker(Tracker):
         file = self.directory / f"{self.package}.id"
         run_id = file.read_text().strip() if first_step and file.exists() else None
         config = yaml.safe_load(texts.get("config", "")) or {}
+        # Only now: the ID counts when the service has accepted it.
         write_atomically(file, self.begin(run_id, config, texts) + "\n")
 
     def _do(self, job: Callable[[], None]) -> None:
         if self._thread is None:
             raise RuntimeError(f"call {type(self).__name__}.on_start() first")
+        # Written once by the thread, as its last act, so no lock is needed.
         if self._error is not None:
             raise self._error
         self._put(job)
 
     def _put(self, job: Callable[[], None] | None) -> None:
         try:
+            # Never waits: a step must not depend on a service.
             self._waiting.put_nowait(job)
         except Full:
             raise TimeoutError(f"{_MOST_WAITING} reports are waiting for the service") from None

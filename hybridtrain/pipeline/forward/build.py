@@ -51,6 +51,7 @@ def build_forward_stages(
         prepare_compiler(len(layers), static)
         if world.repeats_bits:
             repeat_compiled_results()
+    # Before `LayersOfStage`, which asks whether a layer's call is a head's.
     install_head(net, planned.head.names)
     owner = owners_of(planned, net, world.processes_per_replica > 1)
     owned_stages = owners_in(world, options)
@@ -64,6 +65,7 @@ def build_forward_stages(
         if id(parameter) not in uses[home]:
             of_code[home].append(parameter)
     names = {id(parameter): name for name, parameter in net.named_parameters()}
+    # Of any stage: a tensor that one layer keeps for its recomputation may be changed by another.
     in_place = policy.is_active and any(works_in_place(layer.module) for layer in layers)
     tied = frozenset(number for number in names if sum(number in of_stage for of_stage in uses) > 1)
     placed: dict[int, tuple[Tensor, Tensor] | None] = {}
@@ -78,6 +80,7 @@ def build_forward_stages(
         if of_code[index]:
             module.append(nn.ParameterList(of_code[index]))
         aliases: list[Alias] = []
+        # Before `_place`, which would otherwise move the owner's parameter.
         if tied_in[index]:
             aliases = place_with_aliases(module, device, tied_in[index])
             for alias in aliases:
@@ -104,6 +107,7 @@ def build_forward_stages(
     ]
     install(elsewhere)
     install([net.get_submodule(name) for name in planned.opened.values()])
+    # In the order of the stages: DDP's constructor is a collective call of the stage's group.
     for stage in stages:
         group = groups[stage.index]
         named = {
@@ -194,6 +198,7 @@ def forward_engine(
         planned.recast,
         bool(planned.head.names),
     )
+    # DDP searches the graph from tensors; edges of the graph are no start for it.
     hold = options.find_unused_parameters and world.data_parallel_size > 1
     how = hold, options.compile, options.offload == "all"
     if world.processes_per_replica > 1:

@@ -142,11 +142,13 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: D102
+        # The stage before runs its backward later, with the gradient of the loss alone.
         if ctx.trip.is_in_forward:
             raise SplitError(GRADIENT_OVER_CUT)
         alias = ctx.alias
         if alias.is_sent:
             raise SplitError(LATE_GRADIENT)
+        # Out of place: autograd may have given the first gradient to others too.
         alias.gradient = gradient if alias.gradient is None else alias.gradient + gradient
         return None, None, None, None
 
@@ -180,9 +182,11 @@ class Glue(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         trip = self._trip
+        # The cheapest questions first: this runs at every operation between layers.
         if trip is None or self.is_off or not trip.looks or func in DESCRIBING:
             return func(*args, **kwargs or {})
         if func in _OF_GRADIENT:
+            # What this asks of tensors is seen by the mode as well.
             with self.off():
                 if func is Tensor.register_hook:
                     trip.check_hook(args[0])
@@ -221,6 +225,7 @@ class OnDevice(TorchFunctionMode):
     def _copy_of(self, tensor: Tensor) -> Tensor:
         if tensor.device not in self._others:
             return tensor
+        # The tensor is kept with its copy, so that its id stays its own.
         if id(tensor) not in self._copies:
             self._copies[id(tensor)] = tensor, copied(tensor, self._device)
         return self._copies[id(tensor)][1]
@@ -228,6 +233,7 @@ class OnDevice(TorchFunctionMode):
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a detached copy of a tensor on another device, usable in the current stream."""
+    # Of the kind of forwards, behind whose copies it queues in the side stream.
     value: Tensor = transfer.receive(transfer.send(tensor, tensor.device, device, "F"), device)
     return value
 
@@ -260,6 +266,7 @@ def watch_autograd() -> None:
 
     leave_uncompiled(watched)  # Dynamo fails at the call of a class method of C
     function.apply = classmethod(watched)
+    # For the process, and harmless outside of trips: `here.trip` is then None.
     replace_backward_entry(_before_backward, _after_backward, _explain)
 
 

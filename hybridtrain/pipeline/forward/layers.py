@@ -71,6 +71,7 @@ class LayerCall(ModuleCall):
         """Runs the layer in the trip of this thread, or the module alone."""
         module: Any = self._module()
         trip = here.trip
+        # Inside of a layer, modules that are layers elsewhere run as they are.
         if trip is not None and trip.layer is None and trip.is_in_forward:
             places = trip.places.get(id(module))
             if places is not None:
@@ -169,6 +170,7 @@ class LayersOfStage:
         self._plain: list[Callable[..., Any]] = []
         self._calls: list[Callable[..., Any]] = []
         for layer in layers:
+            # Before compiling, which replaces it.
             call = own_call(layer.module)
             is_head = isinstance(call, HeadCall)
             self._is_head.append(is_head)
@@ -200,8 +202,10 @@ class LayersOfStage:
         self._recomputes_some = bool(whole or self._recomputed)
         self._steps += 1
         self._compares = is_compared(number)
+        # Decided once per step: `run` is called at every layer.
         self._is_plain = not (self._recomputed or self._compiled or self._compares)
         self._is_late = self._steps > 4
+        # A step that failed may have left some.
         self._records.clear()
         self.kept.clear()
 
@@ -216,6 +220,7 @@ class LayersOfStage:
             ConfigError: they differ; the message names the first such layer.
         """
         if self._records:
+            # Taken first: an error must not be raised again at the next step.
             records, self._records = self._records, []
             check_records(records, self.layers)
 
@@ -238,6 +243,7 @@ class LayersOfStage:
         """Runs a layer that is recomputed, compared, looked at or measured."""
         index, layer, rng = self.first + position, self.layers[position], self.rng
         with_grad = torch.is_grad_enabled()
+        # Without gradients nothing is saved, so there is nothing to save by recomputing.
         recomputes = with_grad and (index in self._recomputed or trip.microbatch in self.whole)
         recomputes = recomputes and not self._is_head[position]  # which saves nothing
         watches = self._compares and with_grad and not is_recomputing()
@@ -249,6 +255,7 @@ class LayersOfStage:
         elif probes:
             if rng.needs_probe(index):
                 self._probe(position, trip, args, kwargs)
+            # Its compiled code would draw other numbers than the plain layer.
             if rng.draws(index):
                 call = self._plain[position]
         with (
@@ -293,9 +300,11 @@ class LayersOfStage:
     def _run_recomputed(
         self, position: int, trip: Trip, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        # Before the first run, which moves it on.
         drawn = trip.draws.position
         names = set(popped_by(self.layers[position].module))
         names -= set(stashed_by(self.layers[position].module))
+        # Popped here, once: the second run finds them in a scope of its own.
         popped = {name: pop(name) for name in names}
         microbatch, layer = trip.microbatch, self.layers[position]
         # the first run has the tensors themselves: what changes in place is seen by its other users
@@ -304,6 +313,7 @@ class LayersOfStage:
             if works_in_place(layer.module):
                 refuse_overlaps((args, kwargs), layer.name)
             args, kwargs = map_tensors(_copy_for_later, (args, kwargs))
+        # A copy of the containers: the layer may change its list or dict.
         objects, popped = offload.kept((structure_copy((args, kwargs)), popped))
         if self._compares:  # to count them
             kept = (leaf for leaf in tree_leaves((objects, popped)) if isinstance(leaf, Tensor))
@@ -315,6 +325,7 @@ class LayersOfStage:
             nonlocal originals
             draws = scope = on_device = _NONE
             if originals is not None:
+                # The first run drops them, or they would stay on the device until the backward.
                 (args, kwargs), originals = originals, None
             else:  # in the backward, without a trip
                 on_device = device
@@ -323,6 +334,7 @@ class LayersOfStage:
                 if self._clone_inputs:  # no leaves, which a layer may not change in place
                     args, kwargs = map_tensors(torch.clone, (args, kwargs))
             with (
+                # Outermost, so that the record and the draws see the state that the first run saw.
                 self._in_state(piece, position),
                 draws,
                 scope,
@@ -336,6 +348,7 @@ class LayersOfStage:
                     piece.record.output(output)
                 return output
 
+        # `run` is kept until the backward, and must hold nothing but `objects`.
         inputs, args, kwargs = (args, kwargs), None, None
         return run_to_recompute(run, inputs, trip._model.devices[trip.layer.stage])
 
@@ -346,6 +359,8 @@ class LayersOfStage:
         if piece.snapshot is not None:
             restored = self.state.restored(piece.snapshot)
         else:
+            # In the first run, right before the forward: other micro-batches change the state in
+            # between.
             piece.snapshot = self.state.save([position])
             if self._compares:
                 piece.record = Record()

@@ -45,6 +45,7 @@ class _Queues:
 
     def __getitem__(self, action: Action) -> SimpleQueue[Any]:
         with self._lock:
+            # Under the lock: sender and receiver ask for the same one, at any time.
             return self._queues.setdefault(action, SimpleQueue())
 
 
@@ -81,6 +82,7 @@ class _QueueTransport:
         pass
 
     def send(self, to: Action, message: list[Any]) -> None:
+        # Copied in the sender's thread, before it can change the value in place.
         self._queues[to].put(tree_map(_copied, message))
 
     def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
@@ -88,6 +90,7 @@ class _QueueTransport:
             action = action._replace(kind="B")
         while True:
             try:
+                # Polled: a part that has failed will never put what this one waits for.
                 message: list[Any] = self._queues[action].get(timeout=0.05)
                 return message
             except Empty:
@@ -150,6 +153,7 @@ class PartsHere:
             engine = forward_engine(net, planned, stages, world, options, rng)
             assert isinstance(engine, PartEngine)
             engine.transport = _QueueTransport(not index, self._queues)
+            # Shared, because a rehearsal is the same in all parts.
             engine.known = self._engines[0].known if self._engines else engine.known
             names = {id(parameter): name for name, parameter in net.named_parameters()}
             for alias in stages[0].aliases:  # between processes, a message has the owner's value
@@ -183,6 +187,7 @@ class PartsHere:
             thread.start()
         for thread in threads:
             thread.join()
+        # After all threads have ended, so nobody else touches it.
         failure, self._queues.failure = self._queues.failure, None
         if failure is not None:
             raise failure
@@ -193,6 +198,7 @@ class PartsHere:
         except _Failed:
             pass
         except BaseException as error:
+            # Perhaps two at the same time: either may be the one that is raised.
             if self._queues.failure is None:
                 self._queues.failure = error
 

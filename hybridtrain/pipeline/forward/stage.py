@@ -142,8 +142,10 @@ class ForwardStage:
             refuse_foreign_parameters(
                 parameters_of(in_flight.roots), self._allowed, self._names, self
             )
+            # Once, since it walks through the whole graph.
             self._allowed = None
         kept, is_whole = self.runs.kept.pop(microbatch, ()), microbatch in self.runs.whole
+        # By the first micro-batch of each sort; the others keep as much.
         if is_whole not in self.saved_bytes:
             state = [*self.module.parameters(), *self.module.buffers()]
             self.saved_bytes[is_whole] = saved_bytes(in_flight.roots, state, kept)
@@ -191,10 +193,12 @@ class ForwardStage:
         Returns:
             the gradient of each value of the stage before that this stage uses.
         """
+        # Popped before the backward, so that a failure leaves no graph behind here.
         in_flight = self._in_flight.pop(microbatch)
         starts: list[Start] = [
             (root, gradient)
             for root, gradient in zip(in_flight.roots, gradients, strict=True)
+            # The next stage has not used the value in a way that needs a gradient.
             if gradient is not None
         ]
         if kind == "B":

@@ -107,6 +107,7 @@ class Trip(StageValues):
         self.microbatch = microbatch
         self.draws = draws
         self.places = model.places
+        # Asked once per trip, and not at every layer.
         self.is_profiled = is_profiled()
         self._enter_stage, self._leave_stage = enter_stage, leave_stage
         self._last = len(model.devices) - 1
@@ -136,12 +137,16 @@ class Trip(StageValues):
             context: what the forward and the head run in, such as autocast.
             hold: called at the end of the last stage's turn, before its backward may begin.
         """
+        # By thread: other trips run in other threads at the same time.
         outer, here.trip = here.trip, self
         try:
             self._enter_stage(0, self.microbatch)
+            # After the turn: the inputs of a later micro-batch would take memory that is not needed
+            # yet.
             args, kwargs = inputs()
             if self._last:
                 self.note_own(*args, *kwargs.values())
+                # At each stage's begin: nodes of this thread from here on belong to the stage.
                 self._starts.append(next_node_number())
             self.is_in_forward = True
             with context:
@@ -161,6 +166,8 @@ class Trip(StageValues):
                     if self._model.is_lazy:
                         value = without_lazy(value)  # weights may change before its use
                     if self._last and self._cuts and result.root is not None:
+                        # The loss may be a value of an earlier stage, such as a penalty that a
+                        # layer returns.
                         self._head = result._replace(root=self.cut(result.root))
                     del result
             self.is_in_forward = False
@@ -169,6 +176,7 @@ class Trip(StageValues):
                 self._copies.clear()
             if hold is not None:
                 hold(self)
+            # Last: the next action of the device may begin at once, in another thread.
             self._leave_stage(self.stage, self.microbatch)
             return value
         finally:
@@ -182,6 +190,8 @@ class Trip(StageValues):
             output = self._model.net(*args, **kwargs)
             del args, kwargs
             if self._last:
+                # A forward may end before the last stage's layers; the head is always the last
+                # stage's.
                 self.enter(self._last)
         # outside of the model's draws: a loss may draw in threads that it starts
         self._is_in_head = True
@@ -189,6 +199,7 @@ class Trip(StageValues):
 
     def _end(self) -> None:
         """Breaks reference cycles: the cuts in the graph hold this trip."""
+        # They are methods of the engine, which would be kept alive by a graph.
         self._enter_stage = self._leave_stage = _no_stage
         self._head = None
         if not self._last:
@@ -217,11 +228,14 @@ class Trip(StageValues):
         """
         self._check_order(stage)
         while self.stage < stage:
+            # Before the turn is passed on: from then on other threads use the device's values.
             self._check_changes()
             self.draws.leave_stage()
+            # Before the wait for the next turn: a trip that held two turns could block all others.
             self._leave_stage(self.stage, self.microbatch)
             self.stage += 1
             self._enter_stage(self.stage, self.microbatch)
+            # After the turn has come: the generator of a device has one user at a time.
             self.draws.enter_stage()
             self._starts.append(next_node_number())
 
@@ -243,6 +257,7 @@ class Trip(StageValues):
         if self._last:
             glue = self.glue
             # Off the stack while a layer runs, or each of its operations would pass through it.
+            # False if a mode of the model's code is above it: `is_off` then lets operations pass.
             is_popped = pop_function_mode(glue)
             was_off, glue.is_off = glue.is_off, True
         try:
@@ -265,6 +280,7 @@ class Trip(StageValues):
             if self._last:
                 glue.is_off = was_off
                 if is_popped:
+                    # Only where it was: code may have popped it with its own modes.
                     push_function_mode(glue)
 
     def _arguments(self, place: LayerPlace, values: Iterable[Any]) -> tuple[Any, ...]:
@@ -330,6 +346,8 @@ class Trip(StageValues):
             [a.source if self._hold else edge_of(a.source) for a in of_next]
             for of_next in aliases[1:]
         ]
+        # The stages' roots are the values that the next stage has names for; the last stage's is
+        # the loss.
         roots.append(of_loss)
         return [
             StageInFlight(*values)

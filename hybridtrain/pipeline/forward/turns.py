@@ -54,7 +54,9 @@ class Turns(Generic[T]):
                 return
             turn = self._waiting[action] = threading.Lock()  # so that only its thread wakes
             turn.acquire()
+        # Outside of the mutex, which `leave` needs to pass the turn on.
         turn.acquire()
+        # Without the mutex: `stop` sets it before it releases the lock.
         if self._stopped:
             raise Stopped
 
@@ -73,6 +75,7 @@ class Turns(Generic[T]):
     def _is_turn(self, action: Action) -> bool:
         if self._stopped:
             raise Stopped
+        # Each action occurs once in a step, so no other one can be taken for it.
         return self._actions[self._next] == action
 
     def leave(self) -> T | None:
@@ -91,6 +94,7 @@ class Turns(Generic[T]):
             turn = self._waiting.pop(action, None)
             task = self._put_down.pop(action, None)
         if turn is not None:
+            # Outside of the mutex: the thread that wakes may soon need it.
             turn.release()
         return task
 
@@ -98,6 +102,7 @@ class Turns(Generic[T]):
         """Ends all waits, present and future."""
         with self._mutex:
             self._stopped = True
+            # Taken out under the mutex, so that no `leave` releases one of them for a second time.
             turns = list(self._waiting.values())
             self._waiting.clear()
             self._put_down.clear()

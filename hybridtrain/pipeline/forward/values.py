@@ -94,6 +94,7 @@ class _Copies:
 
     def on(self, device: torch.device) -> Tensor:
         """Returns the value on a device, copied there unless an equal copy is there."""
+        # The copy that was used last: only the stage that runs can have changed it.
         last = self.values[-1]
         if self.has_changed:
             self.is_changed = True
@@ -183,6 +184,7 @@ class StageValues:
 
         Shared by all uses in the stage, and copied to the stage's device once.
         """
+        # Without a gradient nothing leads back into an earlier graph; only the device matters.
         if not (self._cuts and tensor.requires_grad and torch.is_grad_enabled()):
             return self._on_device(tensor) if self._model.moves else tensor
         if not self._is_earlier(tensor):
@@ -192,8 +194,10 @@ class StageValues:
             return tensor
         if self.layer is not None:
             self._model.look_inside.add(self.layer.number)
+        # Reading `requires_grad` or `grad_fn` would be seen by the mode, and cut again.
         with self.glue.off():
             source, last = tensor, self._stage_of(tensor)
+            # In every stage on the way, also in those that do not use it: see `glue`.
             for stage in range(last + 1, self.stage + 1):
                 alias = self._aliases[stage].get(id(tensor))
                 if alias is None:
@@ -202,9 +206,11 @@ class StageValues:
                         return self._on_device(tensor) if self._model.moves else tensor
                     if tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type):
                         self._model.recast.add(self._model.names.get(id(tensor), ""))
+                    # The alias holds `tensor` as its source, so that the id stays its own.
                     alias = self._aliases[stage][id(tensor)] = CutValue(tensor)
                     devices = self._model.devices
                     to = devices[stage] if tensor.device in devices else tensor.device
+                    # After it is in the table: `Cut.forward` reads its source.
                     alias.value = Cut.apply(self._model.cut_leaf[stage], self, alias, to)
                     alias.version, alias.node = alias.value._version, alias.value.grad_fn
                 tensor, last = alias.value, stage
@@ -217,6 +223,7 @@ class StageValues:
             kind = type(value)
             for leaf in (value,) if kind is Tensor or kind in PLAIN else tree_leaves(value):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    # With the tensor, or its id could become another's.
                     self._stages[id(leaf)] = self.stage, leaf
 
     def check_hook(self, tensor: Tensor) -> None:
@@ -297,6 +304,7 @@ class StageValues:
         node = tensor.grad_fn
         if node is None or id(tensor) in self._stages:
             return self._stage_of(tensor) < self.stage
+        # Numbers of a thread only grow, so this stage's nodes are all above its start.
         if number_of_node(node) < self._starts[-1]:
             return True
         # most tensors have never been changed in place
@@ -308,6 +316,7 @@ class StageValues:
             return noted[0]
         node = tensor.grad_fn
         if node is not None:
+            # Only then can the node be younger than the operation, see `_made_by`.
             if tensor._version and tensor._is_view():
                 node = self._made_by(node)
             # a graph from before the trip counts as the first stage's
@@ -373,6 +382,8 @@ class StageValues:
             is_shared = any(
                 other is not alias and storage_id(other.source) == memory for other in aliases
             )
+            # Changed memory, but the graph still begins at the cut: the change went through another
+            # tensor.
             if alias.value.grad_fn is alias.node or is_shared:
                 raise SplitError(_changed_through_view(alias.value))
             self._changed[memory] = self.stage
