@@ -34,13 +34,13 @@ class InitReport:
     source: str
     """The source file or directory."""
     loaded: tuple[str, ...]
-    """Names of the model that were loaded."""
+    """Names of the model's tensors that were loaded."""
     missing: tuple[str, ...]
-    """Names of the model that the source lacks; they keep their initial values."""
+    """Names of the model's tensors that the source lacks; they keep their initial values."""
     unexpected: tuple[str, ...]
-    """Names of the source that the model lacks; they were not loaded."""
+    """Names of the source's tensors that the model lacks; they were not loaded."""
     reshaped: tuple[str, ...]
-    """Names in both with different shapes, with the two shapes; they were not loaded."""
+    """Names of tensors whose shapes differ, with both shapes; they were not loaded."""
     prefix: str
     """The prefix that was removed from the names of the source or the model to match them."""
 

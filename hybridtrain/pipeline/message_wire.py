@@ -420,6 +420,7 @@ def messages_of(schedule: Schedule) -> int:
             if ends[0] != ends[1]:
                 raise ScheduleError(
                     f"{schedule.name}: device {pair[0]} sends the message for {ends[0]} where "
-                    f"device {pair[1]} receives the one for {ends[1]}"
+                    f"device {pair[1]} expects the one for {ends[1]}: order their "
+                    "actions alike"
                 )
     return sum(map(len, sent.values()))

@@ -171,7 +171,7 @@ def test_a_mean_that_the_arguments_do_not_count():
             return (self.body(x).square() * mask).sum() / mask.sum()
 
     mask = torch.rand(8, 3, generator=torch.Generator().manual_seed(0)).round()
-    with pytest.raises(BatchError, match="micro-batches would give another gradient"):
+    with pytest.raises(BatchError, match="micro-batches would give a different gradient"):
         pipe(Masked())(torch.randn(8, 6), mask)
 
 
