@@ -289,7 +289,7 @@ def hf_datasets(
     if text_pair is not None and words:
         raise DataError(
             f"{setting('text_pair', text_pair)} is a second text, but a sample of "
-            f"{setting('task', task)} has a single list of words: remove {argument('text_pair')}"
+            f"{setting('task', task)} has one list of words: leave out {argument('text_pair')}"
         )
     if text_pair is not None:
         check_columns(samples, "text_pair", [text_pair], "text")
