@@ -84,8 +84,8 @@ def init_from(
             model on the Hub, which is downloaded to the Hub's cache as safetensors. Each process
             reads the tensors of its stages. If some processes do not see rank 0's files, rank 0
             sends the tensors one by one.
-        strict: raise an error if a tensor is missing, unexpected or has another shape. If False,
-            load the other tensors and log the report.
+        strict: raise an error if a tensor is missing, unexpected or has a different shape. If
+            False, load the other tensors and log the report.
         best: for a run, use its best checkpoint instead of the newest.
         prefix: load only names with this prefix, and remove it to match the model's names, such as
             `net.` in a Lightning checkpoint.

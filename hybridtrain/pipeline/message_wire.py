@@ -340,7 +340,7 @@ class FirstMessage:
             kind_of: returns the kind of a step; called in the first process.
 
         Raises:
-            BatchError: the first process has another number of micro-batches, so this one would
+            BatchError: the first process has a different number of micro-batches, so this one would
                 wait for messages that nobody sends.
         """
         world, rank, chunks = self._world, self._world.pipeline_rank, step.schedule.chunks
