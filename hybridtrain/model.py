@@ -767,7 +767,7 @@ class HybridModel:
     def check_joinable(self, inputs: Any, outputs: Sequence[Any]) -> None:
         """Checks that the outputs of a batch's micro-batches can be concatenated along dim 0.
 
-        In evaluation mode, it compares them with a forward of another number of samples, once per
+        In evaluation mode, it compares them with a forward of fewer or more samples, once per
         kind of output, and leaves buffers and generators unchanged. All processes of a pipeline
         call it together.
 
@@ -1087,7 +1087,7 @@ class HybridModel:
             optimizers: the optimizers of this rank's parameters.
 
         Raises:
-            ConfigError: another rank has another class or setting.
+            ConfigError: another rank has a different class or setting.
         """
         self._settings_check.check_optimizers(optimizers, self.stages)
 

@@ -104,9 +104,9 @@ class PipelineOptions:
     (all layers); `except_last` (all layers, for all micro-batches but the last); every kth layer
     with `{every: k}`; or a list of layer names."""
     offload: str = "none"
-    """Activations that wait for their backward in the host's memory, and come back one action
-    before it: `none`; the `inputs` of recomputed layers; or `all`, so that about two micro-batches
-    stay on each device. The results are the same."""
+    """The activations to copy to host memory after a forward, and back before its backward: `none`;
+    the `inputs` of recomputed layers; or `all`, so that about two micro-batches stay on each
+    device. The results are the same."""
     stages_per_device: int = 1
     """Stages per device; more than one interleaves 1F1B. `zb-h1` needs 1; `zb-v`, `v-half` and
     `v-min` need 2."""

@@ -653,7 +653,7 @@ class World:
                 dataclasses, named tuples and enums that the model's modules define or import.
 
         Raises:
-            UserError: a rank's value has another type. Nothing is pickled between processes.
+            UserError: a rank's value has a different type. Nothing is pickled between processes.
         """
         if self.size == 1:
             return [value]

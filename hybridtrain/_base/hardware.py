@@ -84,7 +84,8 @@ class Hardware:
     backward_operator_s: float | None = None
     """The host time per operator of a backward, in seconds; null: as `operator_s`."""
     action_s: float = 1e-4
-    """The host time per action of the schedule in seconds, without its operators."""
+    """The host time per action of the schedule (a forward or backward of a micro-batch on a stage)
+    in seconds, without its operators."""
     microbatch_s: float = 0.0
     """The host time per micro-batch and process in seconds, without its actions and operators: the
     start of a forward, and of a backward from the loss."""
@@ -157,8 +158,8 @@ class Hardware:
         smallest = min(self.device_memory_gib or [self.memory_gib])
         if self.device_memory_gib is not None and self.reserved_gib >= smallest:
             raise ConfigError(
-                f"hardware.reserved_gib={self.reserved_gib:g} leaves nothing of "
-                f"{smallest:g} in hardware.device_memory_gib"
+                f"hardware.reserved_gib={self.reserved_gib:g} must be less than the smallest of "
+                f"hardware.device_memory_gib, {smallest:g}"
             )
         if self.reserved_gib >= self.memory_gib:
             raise ConfigError(

@@ -34,13 +34,13 @@ class InitReport:
     source: str
     """The source file or directory."""
     loaded: tuple[str, ...]
-    """Names of the model that were loaded."""
+    """Names of the model's tensors that were loaded."""
     missing: tuple[str, ...]
-    """Names of the model that the source lacks; they keep their initial values."""
+    """Names of the model's tensors that the source lacks; they keep their initial values."""
     unexpected: tuple[str, ...]
-    """Names of the source that the model lacks; they were not loaded."""
+    """Names of the source's tensors that the model lacks; they were not loaded."""
     reshaped: tuple[str, ...]
-    """Names in both with different shapes, with the two shapes; they were not loaded."""
+    """Names of tensors whose shapes differ, with both shapes; they were not loaded."""
     prefix: str
     """The prefix that was removed from the names of the source or the model to match them."""
 
@@ -84,8 +84,8 @@ def init_from(
             model on the Hub, which is downloaded to the Hub's cache as safetensors. Each process
             reads the tensors of its stages. If some processes do not see rank 0's files, rank 0
             sends the tensors one by one.
-        strict: raise an error if a tensor is missing, unexpected or has another shape. If False,
-            load the other tensors and log the report.
+        strict: raise an error if a tensor is missing, unexpected or has a different shape. If
+            False, load the other tensors and log the report.
         best: for a run, use its best checkpoint instead of the newest.
         prefix: load only names with this prefix, and remove it to match the model's names, such as
             `net.` in a Lightning checkpoint.

@@ -38,7 +38,8 @@ def pack(what: str, tree: Any) -> tuple[Any, dict[str, Tensor]]:
         tree: dicts, lists, tuples, sets, tensors, NumPy arrays and plain values.
 
     Raises:
-        CheckpointError: the tree contains a value of another type; the message names its place.
+        CheckpointError: the tree contains a value of an unsupported type; the message names its
+            place.
     """
     tensors: dict[str, Tensor] = {}
     return _pack(tree, what, "", tensors), tensors

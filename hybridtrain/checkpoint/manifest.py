@@ -87,7 +87,7 @@ def check_sizes(path: Path) -> dict[str, Any]:
         the manifest, as `verify`, which reads every byte.
 
     Raises:
-        CheckpointError: names the first file that is missing or has another size.
+        CheckpointError: names the first file that is missing or has a different size.
     """
     manifest = read_manifest(path)
     for name, expected in manifest["files"].items():

@@ -124,8 +124,8 @@ class CheckpointStore:
         """Publishes the checkpoint of `step` with all `files`; returns its directory.
 
         When this returns, the checkpoint is on disk, unless the store saves in the `background`.
-        A checkpoint of the same step is replaced, and one of the two can be loaded at any moment.
-        With `keep`, the oldest ones are then removed, but never later steps and never the best.
+        A checkpoint of the same step is replaced; at any moment, the old or the new one can be
+        loaded. With `keep`, the oldest ones are then removed, but never later steps or the best.
 
         Args:
             step: the number of completed optimizer steps.

@@ -66,7 +66,8 @@ def check_fits(path: Path, weights: Mapping[str, Any], model_state: Mapping[str,
     """Checks that `weights` match the model with the state `model_state`.
 
     Raises:
-        CheckpointError: names the first tensors that are missing, unexpected or of another shape.
+        CheckpointError: names the first tensors that are missing or unexpected, or whose shape
+            differs.
     """
     problems = [f"it lacks {name}" for name in model_state if name not in weights]
     problems += [f"the model has no {name}" for name in weights if name not in model_state]

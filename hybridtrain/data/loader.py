@@ -296,7 +296,7 @@ class Loader:
 
         Raises:
             CheckpointError: the data set's states are for other numbers of replicas or workers, or
-                the epoch has another order, see `grouped`.
+                the epoch has a different order, see `grouped`.
         """
         sample = state_dict["batch"] * state_dict["batch_size"]
         is_grouped, groups = state_dict.get("grouped", False), self.options.group_by_length

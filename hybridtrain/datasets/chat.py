@@ -290,7 +290,7 @@ class _Renderer:
             )
         if not self._takes_calls and any(message.get("tool_calls") for message in messages):
             raise DataError(
-                f"{where} has calls of tools, but the chat template does not render tool_calls: "
+                f"{where} has tool calls, but the chat template does not render tool_calls: "
                 f"use a template that does ({argument('chat_template')})"
             )
         weights = [message.pop("weight", 1) for message in messages]

@@ -56,7 +56,7 @@ def strata_of(
             of each class, rounded.
 
     Raises:
-        DataError: `stratify` has another value.
+        DataError: `stratify` is not auto, true or false.
     """
     if stratify not in (True, False, "auto"):
         raise DataError(f"{setting('stratify', stratify)} must be auto, true or false")

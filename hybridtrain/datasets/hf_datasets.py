@@ -288,7 +288,8 @@ def hf_datasets(
     check_columns(samples, "text", [text], None if words else "text")
     if text_pair is not None and words:
         raise DataError(
-            f"{argument('text_pair')} names a second text, but {setting('task', task)} takes words"
+            f"{setting('text_pair', text_pair)} is a second text, but a sample of "
+            f"{setting('task', task)} has one list of words: leave out {argument('text_pair')}"
         )
     if text_pair is not None:
         check_columns(samples, "text_pair", [text_pair], "text")

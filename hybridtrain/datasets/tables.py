@@ -372,7 +372,7 @@ def _checked(path: Path, kind: str, separator: str | None) -> _Scan:
             if kind not in _COMPRESSED:
                 raise DataError(f"{path}: a {kind} file must not be gzipped; unpack it")
             if head != b"\x1f\x8b":
-                raise DataError(f"{path} is not a gzip file")
+                raise DataError(f"{path} is not a gzip file: rename it without .gz")
         if kind in ("json", "text"):
             with _opened(path) as file:
                 if not any(line.strip() for line in file):
@@ -495,7 +495,7 @@ def _scan(path: Path, separator: str, quoting: Any, skipped: int) -> _Scan:
                         f"{path}, line {first}: {len(fields)} fields, but the header has "
                         f"{len(header)} columns ({', '.join(header)}), separated by "
                         f"{_named_separator(separator)}. Quote text that contains the separator "
-                        f"or a quote, or set {argument('separator')} if it is another one"
+                        f"or a quote, or set {argument('separator')} if the file has another"
                     )
                 samples += 1
                 if last_line > first:

@@ -108,8 +108,8 @@ def unknown_tokens(tokenizer: Any, name: str, ids: Iterable[int]) -> list[str]:
         unknown = int((tokens == tokenizer.unk_token_id).sum())
     if unknown and unknown == len(tokens):
         raise DataError(
-            f"{setting('tokenizer', name)} knows none of the words of the texts: it is damaged, or "
-            f"of another language; set {argument('tokenizer')} to the tokenizer of the model"
+            f"{setting('tokenizer', name)} knows none of the words of the texts: it is damaged or "
+            f"for a different language; set {argument('tokenizer')} to the tokenizer of the model"
         )
     return [f"{unknown / len(tokens):.1%} of the tokens are unknown"] if unknown else []
 

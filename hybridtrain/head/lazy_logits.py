@@ -297,8 +297,8 @@ class LazyLogits(Tensor):
             )
         ):
             raise UserError(
-                f"{func} is called on the logits where PyTorch does not tell tensor subclasses, as "
-                f"in C++ code: set {setting('head', 'plain')}"
+                f"{func} is called on the logits without __torch_function__, for example by C++ "
+                f"code, so they cannot be replaced: set {setting('head', 'plain')}"
             )
         args, kwargs = tree_map_only(LazyLogits, _copy, (args, kwargs or {}))
         return func(*args, **kwargs)

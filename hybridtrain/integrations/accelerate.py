@@ -29,7 +29,7 @@ def install(package: str, averages: Averages) -> None:
             for value in args:
                 if isinstance(value, nn.Module) and averages(value):
                     raise ConfigError(
-                        f"Accelerate's plugin {plugin} cannot be around a pipelined model: launch "
+                        f"Accelerate's plugin {plugin} cannot wrap a pipelined model: launch "
                         "without the plugin (accelerate launch --multi_gpu, or torchrun), and use "
                         "more stages for a larger model"
                     )

@@ -25,7 +25,7 @@ def install(package: str, averages: Averages) -> None:
     def checked(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if averages(module):
             raise ConfigError(
-                "DataParallel cannot be around a pipelined model, which uses the GPUs of this "
+                "DataParallel cannot wrap a pipelined model, which uses the GPUs of this "
                 "process itself: remove it. Trainers add it if they see more GPUs than the "
                 f"pipeline has: pass all of them ({argument('nb_part')}), or hide the others by "
                 "CUDA_VISIBLE_DEVICES"

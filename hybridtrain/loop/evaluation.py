@@ -144,7 +144,11 @@ def evaluate(
                     raise
                 _log.warning("metric %r cannot be computed from one batch: %s", name, error)
     if samples and not count and world.is_main:
-        _log.warning("the evaluation loss is nan: none of its targets counts")
+        _log.warning(
+            "the evaluation loss is nan, because none of its targets counts for the loss: compare "
+            "%s with the labels",
+            argument("ignore_index"),
+        )
     if count and not math.isfinite(result["loss"]) and world.is_main:
         _log.warning(
             "the evaluation loss is %s: the model has diverged, or the data contain non-finite "

@@ -96,7 +96,7 @@ def answers(model: HybridModel, prompts: Sequence[Prompt], max_new_tokens: int) 
     Args:
         model: a model of transformers, see `check_generates`; its modes are left as they were.
         prompts: texts of at least one token.
-        max_new_tokens: the maximum number of tokens for each.
+        max_new_tokens: the maximum number of tokens for each prompt.
     """
     if not prompts:
         return []

@@ -436,7 +436,7 @@ class Session:
                 first loader.
 
         Raises:
-            ConfigError: an object has another type, or there are two models.
+            ConfigError: an object has an unsupported type, or there are two models.
         """
         loaders = {
             id(each): as_loader(each, self.world, self._seed)

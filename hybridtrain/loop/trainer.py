@@ -221,7 +221,8 @@ class Trainer:
             texts: texts that trackers show with the curves, by title.
 
         Raises:
-            Interrupted: a signal arrived or `max_time` ended; the step was completed and saved.
+            Interrupted: a signal arrived or `max_time` has passed; the step was completed and
+                saved.
             DivergedError: losses, gradients or weights are not finite; see `max_skipped`.
             DataError: no target counted for the loss in any step of the run.
         """

@@ -63,7 +63,7 @@ class Processed:
 
 
 def sized(settings: Mapping[str, Any], image_size: int | None) -> tuple[dict[str, Any], int]:
-    """Returns the settings for images of another size, and the number of pixels per side.
+    """Returns the settings for images of a different size, and the number of pixels per side.
 
     Args:
         settings: see `processor_of`.

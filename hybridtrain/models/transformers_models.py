@@ -89,7 +89,7 @@ def transformers_model(
     Raises:
         ConfigError: transformers is not installed, an argument is unknown, or the data does not
             match the model: its vocabulary or texts are too large, it lacks a padding token, its
-            images have another size, or it has texts for an image model or the reverse.
+            images have a different size, or it has texts for an image model or the reverse.
     """
     transformers = _transformers()
     task = task or "classification"

@@ -118,7 +118,7 @@ class ObservedChains:
     @staticmethod
     def _needs_inputs(what: str) -> ConfigError:
         return ConfigError(
-            f"where {what} may be cut is found in a run of its forward: pass "
+            f"finding where {what} can be cut takes a run of its forward: pass "
             "example_inputs=<the inputs of a batch>"
         )
 
@@ -281,7 +281,7 @@ def observe(
             except ConfigError as error:  # it cannot be copied
                 raise SplitError(
                     f"the calls of {type(net).__name__} cannot be observed, because it cannot be "
-                    f"copied ({error.__cause__}): give the object that refuses it a __deepcopy__"
+                    f"copied ({error.__cause__}): define __deepcopy__ for the object that refuses"
                 ) from error
             except Exception as error:
                 if failure is None or (with_data and not evaluates):

@@ -234,7 +234,7 @@ def counts_for(plan: Plan, names: Sequence[str], stages: int) -> list[int]:
     fits if each stage begins with a layer of both.
 
     Raises:
-        SplitError: the plan has other layers, or another number of stages.
+        SplitError: the plan has other layers, or a different number of stages.
     """
     planned = [cost.name for cost in plan.costs]
     advice = _new_plan()

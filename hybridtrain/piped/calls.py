@@ -129,7 +129,7 @@ def call_of(
 
     Raises:
         TypeError: the forward does not take these arguments.
-        BatchError: a tensor has another number of samples than others.
+        BatchError: a tensor has a different number of samples than others.
     """
     values: Any = _bound(forward, args, kwargs)
     if isinstance(values, dict) and without_cache and takes_cache(net):

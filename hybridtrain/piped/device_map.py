@@ -60,7 +60,7 @@ def placement_of(net: nn.Module) -> Placement | None:
         name, place = next(iter(offloaded.items()))
         raise ConfigError(
             f"the device_map of {type(owner).__name__} offloads {name or 'the model'} to {place}, "
-            "and weights that come and go cannot be trained: load the model on devices that hold "
+            "but offloaded weights cannot be trained here: load the model on devices that hold "
             "all of it (more of them, a smaller dtype, or without device_map, and set "
             f"{argument('recompute')} to save memory)"
         )

@@ -334,9 +334,9 @@ def _rule(
         raise BatchError(
             f"{place} of {sum(batch.sizes)} samples is {float(numbers[0]):.7g}, and {of} for the "
             f"first and for the other samples: by its value and its gradient, it is neither "
-            f"{', nor '.join(batch.weights)}, so micro-batches would give another gradient than "
-            "the batch. Compute the loss outside of the model from outputs of its samples, disable "
-            "additional terms of the loss (of a router, a z-loss), or set "
+            f"{', nor '.join(batch.weights)}, so micro-batches would give a different gradient "
+            "than the batch. Compute the loss outside of the model from outputs of its samples, "
+            "disable additional terms of the loss (of a router, a z-loss), or set "
             f"{setting('chunks', 1)}"
         )
     alike = (
@@ -346,9 +346,9 @@ def _rule(
     )
     if not all(alike):
         raise BatchError(
-            f"{place} may be {', or '.join(fitting)}: these samples do not tell. Compute the loss "
-            "outside of the model from outputs of its samples, begin with a batch whose samples "
-            f"have other labels, or set {setting('chunks', 1)}"
+            f"{place} may be {', or '.join(fitting)}: these samples do not show which. Compute the "
+            "loss outside of the model from outputs of its samples, begin with a batch whose "
+            f"samples have other labels, or set {setting('chunks', 1)}"
         )
     return fitting[0]
 

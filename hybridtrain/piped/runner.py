@@ -248,6 +248,6 @@ def refuse_wrapped() -> None:
     """
     if DistributedDataParallel._active_ddp_module is not None:
         raise ConfigError(
-            "DistributedDataParallel cannot be around a pipelined model, nor around a model that "
+            "DistributedDataParallel cannot wrap a pipelined model, or a model that "
             "contains one: remove it, and gradients are averaged over the processes all the same"
         )

@@ -109,8 +109,8 @@ def _entry_in(value: Any) -> Any:
 
 
 def refuse(wrapper: str, way_out: str) -> NoReturn:
-    """Raises a ConfigError for something that cannot be around a pipelined model."""
-    raise ConfigError(f"{wrapper} cannot be around a pipelined model: remove it, and {way_out}")
+    """Raises a ConfigError for something that cannot wrap a pipelined model."""
+    raise ConfigError(f"{wrapper} cannot wrap a pipelined model: remove it, and {way_out}")
 
 
 _COMPILES = f"pass {setting('compile', True)} to pipelined, which compiles its layers"

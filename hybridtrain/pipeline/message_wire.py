@@ -353,7 +353,7 @@ class FirstMessage:
             kind_of: returns the kind of a step; called in the first process.
 
         Raises:
-            BatchError: the first process has another number of micro-batches, so this one would
+            BatchError: the first process has a different number of micro-batches, so this one would
                 wait for messages that nobody sends.
         """
         world, rank, chunks = self._world, self._world.pipeline_rank, step.schedule.chunks
@@ -436,6 +436,7 @@ def messages_of(schedule: Schedule) -> int:
             if ends[0] != ends[1]:
                 raise ScheduleError(
                     f"{schedule.name}: device {pair[0]} sends the message for {ends[0]} where "
-                    f"device {pair[1]} receives the one for {ends[1]}"
+                    f"device {pair[1]} expects the one for {ends[1]}: order their "
+                    "actions alike"
                 )
     return sum(map(len, sent.values()))

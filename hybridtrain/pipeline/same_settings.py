@@ -138,7 +138,7 @@ class SettingsCheck:
         """Compares facts about the loss, which must and which may be equal; a collective call.
 
         Raises:
-            ConfigError: another rank has another loss.
+            ConfigError: another rank has a different loss.
         """
         self.has_loss = True
         check_same(self._world.gather, facts, _ADVICE)

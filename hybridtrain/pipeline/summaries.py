@@ -122,8 +122,8 @@ def log_offload(pipeline: Pipeline) -> None:
     memories = {id(s.offload.memory): s.offload.memory for s in pipeline.stages if s.offload}
     if memories:
         _log.info(
-            "activations of earlier micro-batches wait in %s of the host's memory and come back "
-            "one action before their backward (%s)",
+            "activations are offloaded to %s of host memory after the forward of a micro-batch, "
+            "and copied back one action before its backward (%s)",
             with_unit(sum(memory.host.most_nbytes for memory in memories.values())),
             setting("offload", pipeline.offload),
         )

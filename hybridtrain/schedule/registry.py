@@ -60,7 +60,7 @@ class RegisteredSchedule:
         """Returns the unchecked table.
 
         Raises:
-            ScheduleError: the schedule needs another number of stages per device.
+            ScheduleError: the schedule needs a different number of stages per device.
         """
         if self.stages_per_device is None:
             return self.builder(devices, chunks, stages_per_device)

@@ -176,7 +176,7 @@ def load(
 ) -> Any:
     """Loads an object saved by `save`, with the same `partial`.
 
-    Joins parts saved by another number of processes: partial states become whole.
+    Joins parts saved by a different number of processes: partial states become whole.
 
     Args:
         f: the file's path.

@@ -96,10 +96,10 @@ def step(
 
 _DIFFERENT_BATCHES = (
     "ranks {} form one pipeline, but passed different batches to {}: samples that are divided over "
-    "the processes, as by a sampler of accelerate or of transformers' Trainer, never reach the "
-    "model in all but one. Divide them over the replicas, with DistributedSampler(dataset, "
-    "num_replicas=smp.dp_size(), rank=smp.dp_rank()) or SplitDataset, and seed shuffling and "
-    "augmentation identically in all processes of a pipeline. If only the order of the samples "
+    "the processes, for example by a sampler of accelerate or of transformers' Trainer, never "
+    "reach the model in all but one. Divide them over the replicas, with DistributedSampler("
+    "dataset, num_replicas=smp.dp_size(), rank=smp.dp_rank()) or SplitDataset, and seed shuffling "
+    "and augmentation identically in all processes of a pipeline. If only the order of the samples "
     'differs, "hybridtrain": {{"broadcast_batch": true}} in the configuration makes all of them '
     "use the batches of smp.mp_rank() 0"
 )
@@ -209,8 +209,8 @@ class _Step:
             first, *counts = sent
             if any(count != len(first) for count in counts):
                 raise BatchError(
-                    f"{self._name} got {len(first)} tensors in the process of smp.mp_rank() 0, and "
-                    f"another number in another process of its pipeline: pass the same arguments"
+                    f"{self._name} got {len(first)} tensors in the process of smp.mp_rank() 0, but "
+                    f"not in another process of its pipeline: pass the same arguments"
                 )
             remaining = iter(first)
             received: tuple[Any, Any] = tree_map_only(

@@ -33,21 +33,21 @@ class MuonAdamW(CombinedOptimizer):
             them; or parameters, where all with two dimensions go to Muon, embeddings too. A group's
             own settings count as in other optimizers; its `lr` is Muon's.
         lr: the learning rate of Muon, and of AdamW unless `adamw_lr` is given.
-        weight_decay: of both.
-        momentum: of Muon, as are the next three; see `torch.optim.Muon`.
+        weight_decay: the weight decay of both.
+        momentum: the momentum of Muon. This and the next three: see `torch.optim.Muon`.
         nesterov: use Nesterov momentum.
         ns_steps: the number of Newton-Schulz iterations.
         adjust_lr_fn: how Muon scales `lr` by the shape of a matrix. `match_rms_adamw` makes its
-            updates as large as AdamW's, so that both can share `lr`; `original` needs another
+            updates as large as AdamW's, so that both can share `lr`; with `original`, set
             `adamw_lr`.
         adamw_lr: the learning rate of AdamW where Muon's is `lr`.
-        betas: of AdamW, as are the next two.
-        eps: added to the denominator.
-        fused: see `torch.optim.AdamW`; Muon has no fused kernel.
+        betas: the betas of AdamW. This and the next two: see `torch.optim.AdamW`.
+        eps: added to the denominator of AdamW.
+        fused: use the fused kernel of AdamW; Muon has none.
 
     Raises:
-        ValueError: a value is out of range, or a group with `use_muon=True` has another parameter
-            than a matrix.
+        ValueError: a value is out of range, or a group with `use_muon=True` has a parameter that
+            is not a matrix.
     """
 
     def __init__(
@@ -121,13 +121,14 @@ def muon_groups(
     The groups are those of `parameter_groups`, each divided into matrices and others.
 
     Args:
-        model: see `parameter_groups`, also for the other arguments.
+        model: the model. All arguments are those of `parameter_groups`.
         rules: settings by name patterns; `use_muon` decides for the parameters of a rule.
         lr: the learning rate that `layer_decay` starts from.
         layer_decay: the factor of the learning rate from each block to the previous one.
 
     Raises:
-        ConfigError: the model has no matrix for Muon, or see `parameter_groups`.
+        ConfigError: the model has no matrix for Muon, or a rule is wrong, as in
+            `parameter_groups`.
     """
     trained = {name: p for name, p in model.net.named_parameters() if p.requires_grad}
     chosen = set(matrices_of(model.net))

@@ -140,7 +140,7 @@ class BufferSnapshot:
         """Restores the buffers where `flag` is true, on their devices.
 
         `flag` is a 0-dim tensor, and the host does not wait for it. A buffer that was created,
-        deleted, or replaced by one of another shape is left unchanged.
+        deleted, or replaced by one of a different shape is left unchanged.
         """
         flags: dict[torch.device, Tensor] = {}
         for place in self._to_restore():

@@ -210,7 +210,9 @@ class CombinedOptimizer(Optimizer):
             ValueError: the number of groups differs.
         """
         if len(state_dict["param_groups"]) != len(self.param_groups):
-            raise ValueError("the state has another number of parameter groups than the optimizers")
+            raise ValueError(
+                "the state and the optimizers differ in the number of parameter groups"
+            )
         groups = iter(state_dict["param_groups"])
         for optimizer in self.optimizers:
             part = [next(groups) for _ in optimizer.param_groups]

@@ -168,9 +168,9 @@ class ForwardCheck:
                 if self._says_skipped:
                     self._says_skipped = False
                     log.info(
-                        "micro-batches that run ahead were not compared with plain PyTorch, "
-                        "because %s: to compare them, run `hybridtrain verify` or "
-                        "model.verify(...)",
+                        "the results of the pipeline were not compared with plain PyTorch before "
+                        "the first steps, because %s: to compare them, run `hybridtrain verify` or "
+                        "call model.verify(...)",
                         reason,
                     )
 
@@ -188,7 +188,7 @@ class ForwardCheck:
                 raise
             except Exception as error:
                 # if the cause is not the check, the step itself raises this error
-                log.debug("could not compare micro-batches that run ahead: %r", error)
+                log.debug("could not compare the pipeline with plain PyTorch: %r", error)
                 return
         new_kinds = run.not_compared - self._not_compared
         self._not_compared |= new_kinds
@@ -250,7 +250,7 @@ class _Run:
         )
         for module in self._net.modules():
             if isinstance(module, SyncBatchNorm):
-                raise _Skipped("a SyncBatchNorm needs all processes")
+                raise _Skipped("SyncBatchNorm needs all processes")
             if isinstance(module, torch.jit.ScriptModule):
                 raise _Skipped("TorchScript runs different code in its first runs than later")
         limit: float = MAX_BYTES
@@ -259,7 +259,7 @@ class _Run:
         if (accelerator := accelerator_of(self._device)) is not None:
             limit = min(limit, accelerator.total_memory(self._device) / 16)
         if (total := bytes_of_module(self._net)) > limit:
-            raise _Skipped(f"its size of {total / 2**30:.1f} GiB exceeds {limit / 2**30:.1f} GiB")
+            raise _Skipped(f"the model exceeds {limit / 2**30:.1f} GiB ({total / 2**30:.1f} GiB)")
 
     def mismatch(self, batch: _Batch) -> str | None:
         """Returns the first output, gradient or buffer that differs, or how the run fails."""
@@ -499,7 +499,7 @@ class _Run:
         # The copy shares closures and globals with the model, and the two runs with each other.
         with undone(net, [self._device]) as state, warnings.catch_warnings():
             if not state.is_complete:
-                raise _Skipped("its code can reach too many objects to restore them all")
+                raise _Skipped("the model's code can reach too many objects to restore them all")
             warnings.simplefilter("ignore")  # the run itself warns too
             yield
 

@@ -26,7 +26,7 @@ class JoinProof:
         self._proven = set[str]()
 
     def asks(self, outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-        """Returns whether a forward on another number of samples is needed; once per output kind.
+        """Returns whether a forward on fewer or more samples is needed; once per output kind.
 
         Args:
             outputs: the outputs of the micro-batches.

@@ -485,8 +485,9 @@ class _Calls:
             raise ConfigError(
                 f"{setting('loss_fn', name)}: {result} mean of parts of {of_parts}, weighted by "
                 f"their counts {_listed(self._counts)}: it is not a mean over the counted "
-                "elements, so micro-batches would give another gradient than the batch. Disable "
-                f"additional terms of the model's loss (of a router, a z-loss), or {WAY_OUT}"
+                "elements, so micro-batches would give a different gradient than the batch. "
+                "Disable additional terms of the model's loss (of a router, a z-loss), or "
+                f"{WAY_OUT}"
             )
         if apart is None and abs(whole - sum(parts)) <= _ABSOLUTE + _RELATIVE * abs(whole):
             remedy = "It is a sum: pass SumLoss(loss_fn, lambda inputs, targets: len(targets))"

@@ -339,7 +339,7 @@ TRIED = [
          removed=("model.num_classes=3",)),
     Case("but there is only one: start all processes", ("plan", *SMALL, "run_name=new",
          "pipeline.nb_part=auto"), (("hardware=h100",),)),
-    Case("set output_dir= to the folder in which", (*SMALL, "run_name=new"), OTHER,
+    Case("set output_dir= to the folder that", (*SMALL, "run_name=new"), OTHER,
          setup=link_for_the_run),
     Case("has no chat template", CHATS, (("data.chat_template=my.jinja",),),
          setup=llama_without_template),

@@ -19,7 +19,10 @@ def test_a_run_with_offloaded_activations_learns_the_same_with_less_on_its_devic
 ) -> None:
     succeed(capfd, *QUICK, *MANY, "run_name=plain")
     said = succeed(capfd, *QUICK, *MANY, "pipeline.offload=all", "run_name=offloaded")
-    assert "of the host's memory and come back one action before" in said
+    assert (
+        "of host memory after the forward of a micro-batch, and copied back one action before"
+        in said
+    )
     plain, offloaded = Path("outputs/plain"), Path("outputs/offloaded")
     assert learned(plain) == learned(offloaded)
     assert_same_checkpoint(plain / "checkpoints" / LAST, offloaded / "checkpoints" / LAST)

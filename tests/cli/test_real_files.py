@@ -163,7 +163,7 @@ def test_what_is_wrong_in_a_table_is_fixed_by_the_key_that_the_error_names(
     assert "2 samples without a value left out" in said
     assert "2 classes: n (8), p (8)" in said
     Path("a.csv").write_text("text:label\n" + "a, b:x\nc:y\n" * 4)
-    assert "set data.separator= if it is another one" in fail(capfd, *words)
+    assert "set data.separator= if the file has another" in fail(capfd, *words)
     succeed(capfd, *words, "data.separator=':'")
     Path("a.csv").write_text("text;label\n" + "a;3,5\n" * 4)
     said = fail(capfd, *words, "data.task=regression")

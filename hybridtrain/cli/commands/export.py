@@ -324,7 +324,7 @@ def _net_and_inputs(trained: _Trained) -> tuple[nn.Module, Any]:
     """Returns the model with its weights, in evaluation mode, and inputs of two samples."""
     config, data = trained.plain.config, trained.data
     inputs = recorded_inputs(trained.checkpoint, 2)
-    if inputs is None:  # by an earlier release, or of another type
+    if inputs is None:  # by an earlier release, or of a different type
         data = load_data(config, World())
         inputs, _ = example_batch(data.train, 2, data.collate)
     net = build_model(config, data)

@@ -130,7 +130,7 @@ def _predictions(
 def _logits(outputs: Any, classes: int) -> Tensor | None:
     """Returns outputs of shape (samples, classes) that softmax turns into probabilities.
 
-    These may be log-probabilities. None: the outputs have another shape.
+    These may be log-probabilities. None: the outputs have a different shape.
     """
     logits = outputs
     if not isinstance(outputs, Tensor):

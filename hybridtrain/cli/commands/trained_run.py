@@ -25,7 +25,10 @@ from hybridtrain.launch import detect
 
 _log = logging.getLogger(__name__)
 
-AVERAGED = "using the moving average of the weights, as in the run's evaluations (ema=false: not)"
+AVERAGED = (
+    "using the moving average of the weights, as in the run's evaluations (ema=false uses the "
+    "weights themselves)"
+)
 
 
 class TrainedRun(NamedTuple):

@@ -217,7 +217,7 @@ class RunDirectory:
         if self.path.is_symlink() and not is_within(self.path, self.path.parent):
             raise ConfigError(
                 f"{self.path} is a link to {os.readlink(self.path)}: set output_dir= to the folder "
-                f"in which the run shall be, or set another run_name="
+                f"that should contain the run, or set another run_name="
             )
         for name in FOLDERS:
             self.folder(name)

@@ -78,7 +78,7 @@ def formats_of(inputs: Any) -> Any:
 
 
 def inputs_of(formats: Any, samples: int) -> Any:
-    """Returns inputs of these formats with another number of samples.
+    """Returns inputs of these formats with a different number of samples.
 
     Integers are 1, because 0 is padding in an attention mask; all other values are 0.
     """

@@ -65,7 +65,7 @@ def sweep_of(overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
     """Returns the combinations of `overrides` with several values for some keys.
 
     Raises:
-        ConfigError: a combination is wrong, or there twice.
+        ConfigError: a combination is wrong, or occurs twice.
     """
     choices = sweep_choices(overrides, config_dir)
     if twice := next((choice for n, choice in enumerate(choices) if choice in choices[:n]), None):

@@ -111,7 +111,7 @@ class EMA(Callback):
         """Loads the average of this process's stages.
 
         Raises:
-            CheckpointError: a parameter is missing or has another shape; nothing is loaded.
+            CheckpointError: a parameter is missing or has a different shape; nothing is loaded.
         """
         self._pairs()
         self._updates, saved = state["updates"], state["average"]

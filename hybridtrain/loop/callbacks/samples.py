@@ -34,7 +34,7 @@ class Samples(Callback):
 
     Args:
         number: the number of prompts, if there are no `prompts`.
-        max_new_tokens: the maximum number of tokens to generate for each.
+        max_new_tokens: the maximum number of tokens to generate for each prompt.
         prompts: texts to use instead; a tokenizer with a chat template renders each as a message of
             the user.
 

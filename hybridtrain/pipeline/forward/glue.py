@@ -81,7 +81,7 @@ _OF_GRADIENT = frozenset(
 _DEVICE = _tensor.device.__get__
 
 GRADIENT_OVER_CUT = (
-    "the forward takes a gradient over the border between two stages, as a force or a gradient "
+    "the forward computes a gradient across a stage boundary, as for a force or a gradient "
     "penalty does: cut the model elsewhere, so that this code and the layers that it "
     "differentiates are in one stage"
 )
@@ -250,8 +250,8 @@ here = _Here()
 def watch_autograd() -> None:
     """Wraps `Function.apply` and the entry of all backwards, once per process.
 
-    Custom functions are not torch functions, so without this one between layers would keep the
-    graph of an earlier stage, or get lazy logits as a leaf. Otherwise both behave as before.
+    `TorchFunctionMode` does not see custom functions: without this, one between layers would keep
+    the graph of an earlier stage, or get lazy logits as a leaf.
     """
     function: Any = torch.autograd.Function
     apply = function.__dict__.get("apply") or function.apply

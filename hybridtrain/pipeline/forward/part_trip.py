@@ -377,9 +377,9 @@ class RehearsalTrip(NumberedTrip):
         if self.is_in_forward and self.layer is None:
             raise SplitError(
                 f"the forward draws a random number with {function} between layers, but with "
-                f"{setting('engine', 'distributed')} each process would draw another one: draw it "
-                "with torch, such as torch.rand(()), which draws the same in all of them, move the "
-                f"code into a layer, or use {setting('engine', 'local')}"
+                f"{setting('engine', 'distributed')} each process would draw a different one: draw "
+                "it with torch, such as torch.rand(()), which draws the same in all of them, move "
+                f"the code into a layer, or use {setting('engine', 'local')}"
             )
 
     def _note_stage(self) -> None:
@@ -646,7 +646,7 @@ class PartTrip(NumberedTrip):
 
     def _another_path(self) -> SplitError:
         return SplitError(
-            "the forward takes another path than in its rehearsal, so the processes would not "
+            "the forward takes a different path than in its rehearsal, so the processes would not "
             f"agree on what they send: with {setting('engine', 'distributed')} the code between "
             "layers must do the same for each batch of the same shapes; use "
             f"{setting('engine', 'local')} for this model"
@@ -773,8 +773,8 @@ def _zeros(tensor: Tensor) -> Tensor:
 
 def _left_otherwise() -> SplitError:
     return SplitError(
-        "a layer leaves a value otherwise than by its output, as by a hook, an attribute or a "
-        "list, or in an output of a class that cannot be unpacked, and the forward uses it "
+        "a value leaves a layer other than in its output (through a hook, an attribute or a list), "
+        "or in an output of a class that cannot be unpacked, and the forward uses it "
         f"between layers: with {setting('engine', 'distributed')} the processes of other stages do "
         "not run the layer, and lack the value. Return it from the layer, in a tuple, a dict or a "
         f"dataclass, or use {setting('engine', 'local')}"
@@ -783,8 +783,8 @@ def _left_otherwise() -> SplitError:
 
 def _asks_for_a_number() -> SplitError:
     return SplitError(
-        "the forward reads the value of a tensor, as by item(), float(), bool() or a comparison "
-        f"in an if: with {setting('engine', 'distributed')} other processes do not have the value. "
+        "the forward reads the value of a tensor, for example by item(), float(), bool() or in an "
+        f"if: with {setting('engine', 'distributed')} other processes do not have the value. "
         "Compute with the tensor instead, move the code into the layer that makes it, or use "
         f"{setting('engine', 'local')}"
     )

@@ -402,7 +402,7 @@ def test_a_gradient_over_a_cut_is_refused_and_exact_in_one_stage() -> None:
             energy = super().forward(x).sum()
             return torch.autograd.grad(energy, x, create_graph=True)[0]
 
-    with pytest.raises(SplitError, match="takes a gradient over the border"):
+    with pytest.raises(SplitError, match="computes a gradient across a stage boundary"):
         pipeline(Force()).train_step(*batch(), loss_of)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), Force())

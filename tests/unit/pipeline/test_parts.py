@@ -117,7 +117,7 @@ def test_a_value_that_a_layer_leaves_otherwise_than_by_its_output_is_refused(
     kind: type[Net],
 ) -> None:
     parts = Parts(kind(), 2, batch()[0])
-    expected = "leaves a value otherwise than by its output.*in a tuple, a dict or a dataclass"
+    expected = "a value leaves a layer other than in its output.*in a tuple, a dict or a dataclass"
     with pytest.raises(SplitError, match=expected):
         parts.step(*batch())
 
@@ -148,7 +148,7 @@ def test_a_forward_that_takes_another_path_than_in_its_rehearsal_is_refused(
     kind: type[Net],
 ) -> None:
     parts = Parts(kind(), 2, batch()[0], split=["c"])
-    with pytest.raises(SplitError, match="takes another path than in its rehearsal"):
+    with pytest.raises(SplitError, match="takes a different path than in its rehearsal"):
         parts.step(*batch())
 
 

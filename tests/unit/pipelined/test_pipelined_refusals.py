@@ -66,10 +66,10 @@ def test_a_compiled_model():
 def test_distributed_data_parallel():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match="DistributedDataParallel cannot be around"):
+        with pytest.raises(ConfigError, match="DistributedDataParallel cannot wrap"):
             DistributedDataParallel(pipe())
         around = DistributedDataParallel(nn.Sequential(pipe(), nn.Linear(3, 3)))
-        with pytest.raises(ConfigError, match="DistributedDataParallel cannot be around"):
+        with pytest.raises(ConfigError, match="DistributedDataParallel cannot wrap"):
             around(torch.randn(8, 6))
     finally:
         dist.destroy_process_group()
@@ -78,9 +78,9 @@ def test_distributed_data_parallel():
 def test_data_parallel():
     model = pipe()
     for wrapped in (model, nn.Sequential(model, nn.Tanh())):
-        with pytest.raises(ConfigError, match=r"DataParallel cannot be around .*nb_part"):
+        with pytest.raises(ConfigError, match=r"DataParallel cannot wrap .*nb_part"):
             nn.DataParallel(wrapped)
-    with pytest.raises(ConfigError, match="DataParallel cannot be around"):
+    with pytest.raises(ConfigError, match="DataParallel cannot wrap"):
         model._replicate_for_data_parallel()  # as torch.nn.parallel.data_parallel does
     nn.DataParallel(unpipelined(model))
 
@@ -113,9 +113,9 @@ def test_fully_sharded_data_parallel():
     from torch.distributed.fsdp._fully_shard import FSDPModule
 
     model = pipe()
-    with pytest.raises(ConfigError, match="FSDP cannot be around"):
+    with pytest.raises(ConfigError, match="FSDP cannot wrap"):
         model.__class__ = type("FSDPSequential", (FSDPModule, nn.Sequential), {})
-    with pytest.raises(ConfigError, match="FSDP cannot be around"):
+    with pytest.raises(ConfigError, match="FSDP cannot wrap"):
         model._is_fsdp_managed_module = True  # which every version of FSDP sets
     assert fully_shard
 
@@ -171,7 +171,7 @@ def test_a_mean_that_the_arguments_do_not_count():
             return (self.body(x).square() * mask).sum() / mask.sum()
 
     mask = torch.rand(8, 3, generator=torch.Generator().manual_seed(0)).round()
-    with pytest.raises(BatchError, match="micro-batches would give another gradient"):
+    with pytest.raises(BatchError, match="micro-batches would give a different gradient"):
         pipe(Masked())(torch.randn(8, 6), mask)
 
 
@@ -182,7 +182,7 @@ def test_plugins_of_accelerate_that_take_a_model_apart():
     for plugin in ("FSDP", "DEEPSPEED"):
         accelerator.state.distributed_type = accelerate.DistributedType[plugin]
         try:
-            with pytest.raises(ConfigError, match=f"plugin {plugin} cannot be around"):
+            with pytest.raises(ConfigError, match=f"plugin {plugin} cannot wrap"):
                 accelerator.prepare(model)
         finally:
             accelerator.state.distributed_type = accelerate.DistributedType.NO

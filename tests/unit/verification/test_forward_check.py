@@ -187,7 +187,7 @@ def test_that_a_model_is_too_large_to_run_ahead_is_said_once(monkeypatch, caplog
         model.train_step(floats(8), None, square_loss)
         model.eval()(floats(8))
     assert caplog.text.count("hybridtrain verify") == 1
-    assert "its size of 0.0 GiB exceeds" in caplog.text
+    assert "because the model exceeds 0.0 GiB" in caplog.text
 
 
 def test_a_model_that_holds_more_objects_than_can_be_restored_is_not_run_for_the_check(
