@@ -47,6 +47,8 @@ class Installed:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest looks for those of every name in a test file
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)
 
 
