@@ -39,8 +39,9 @@ def processor_from(settings: Mapping[str, Any]) -> Any:
     import transformers
 
     name = str(settings.get("image_processor_type"))
-    kind = getattr(transformers, name, None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.ImageProcessingMixin):
+    kind: Any = getattr(transformers, name, None)
+    is_known = isinstance(kind, type) and issubclass(kind, transformers.ImageProcessingMixin)
+    if not is_known:
         raise DataError(f"transformers has no image processor {name}")
     processor, _ = kind.from_dict(dict(settings), return_unused_kwargs=True)
     return processor

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cli_runs import fail, succeed
+from support.cases import installed
 from support.small_hub import (
     write_bert,
     write_chats,
@@ -20,8 +21,8 @@ from support.small_hub import (
 
 from hybridtrain.cli import main
 
-pytest.importorskip("datasets")
-pytest.importorskip("peft")
+installed("datasets")
+installed("peft")
 
 FEW = [
     *("world.devices=cpu", "pipeline.nb_part=1", "pipeline.chunks=2", "data.batch_size=8"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cli_runs import fail, succeed
 from safetensors.torch import load_file, save_file
+from support.cases import installed
 from support.launch import SMALL, forked_command
 from support.small_hub import write_bert, write_chats, write_gpt2, write_llama, write_reviews
 
@@ -18,7 +19,7 @@ from hybridtrain.datasets import chat
 from hybridtrain.models import lora, transformers_model
 from hybridtrain.options import LoaderOptions
 
-peft = pytest.importorskip("peft")
+peft = installed("peft")
 
 # 9 steps in an epoch. After more steps the adapters of float32 and float64 differ in plain PEFT too
 STEPS, STOP, BATCH = 10, 6, 8

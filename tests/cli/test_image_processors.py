@@ -8,9 +8,10 @@ import pytest
 import torch
 from cli_runs import succeed
 from PIL import Image
+from support.cases import installed
 from support.small_data import write_images
 
-pytest.importorskip("transformers")
+installed("transformers")
 
 RUN = [
     *("recipe=image_folder_vit", "model=transformers", "model.source=./vit", "~model.name"),

@@ -88,7 +88,7 @@ def test_every_command_that_builds_a_run_and_every_part_are_tested() -> None:
 
 @pytest.mark.usefixtures("_in_a_copy")
 @pytest.mark.parametrize("command", [name for name in TYPED if name != "train"])
-@pytest.mark.quick_cases("evaluate", "export")
+@pytest.mark.quick_cases("evaluate")
 def test_a_command_needs_no_part_that_it_does_not_use(
     command: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,7 +235,7 @@ PETS = ["recipe=image_folder_vit", "data.root=pets", "data.image_size=32", *PHOT
         ),
     ],
 )
-@pytest.mark.quick_cases("text_files", "table")
+@pytest.mark.quick_cases("table")
 def test_each_data_set_with_samples_to_evaluate_on_is_evaluated_without_those_to_train_on(
     write: Callable[[], None], suffix: str, words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

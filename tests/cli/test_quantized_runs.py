@@ -10,12 +10,13 @@ import pytest
 import torch
 from cli_runs import fail, succeed
 from safetensors.torch import load_file
+from support.cases import installed
 from support.launch import forked_command
 from support.small_hub import write_chats, write_gpt2, write_llama
 from torch import nn
 
-pytest.importorskip("bitsandbytes")
-peft = pytest.importorskip("peft")
+installed("bitsandbytes")
+peft = installed("peft")
 
 RUN = [
     *("recipe=sft_chat", "model.source=./llama", "data.path=chats.jsonl", "model.quantize=nf4"),

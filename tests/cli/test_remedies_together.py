@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from cli_runs import assert_same
 from safetensors.torch import load_file
+from support.cases import installed
 from support.launch import environment, run_command
 from support.small_hub import write_chats, write_llama
 
-pytest.importorskip("bitsandbytes")
-pytest.importorskip("peft")
+installed("bitsandbytes")
+installed("peft")
 pytestmark = pytest.mark.thorough
 
 SCRIPT = str(Path(sys.executable).with_name("hybridtrain"))

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_runs import fail, succeed
+from support.cases import installed
 
-pytest.importorskip("datasets")
+installed("datasets")
 
 RUN = [
     *("data=table", "data.path=d.csv", "model=tabular_mlp", "model.hidden=[16]", "optim=adamw"),

@@ -115,6 +115,7 @@ def test_another_version_of_a_package_is_one_warning_and_the_run_goes_on(tmp_pat
     assert "0.2 on rank 1 (host1)" in line
 
 
+@pytest.mark.thorough
 def test_the_same_files_on_each_disk_train(tmp_path, disks):
     for disk in disks:
         write_texts(disk)

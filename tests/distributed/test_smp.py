@@ -62,6 +62,8 @@ assert smp.__spec__.name == "hybridtrain.smp"
 assert SplitDataset is smp.SplitDataset
 for name in ("smdistributed.dataparallel", "smdistributed.modelparallel.torch.missing"):
     assert importlib.util.find_spec(name) is None, name
+
+sys.modules["peft"] = None  # transformers would import it, for seconds
 from transformers import BertConfig, TrainingArguments
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 

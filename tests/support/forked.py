@@ -25,8 +25,9 @@ from pathlib import Path
 from hybridtrain.launch import free_port
 
 PRELOADED = [
-    *("torch", "torch._dynamo", "pytest"),
+    *("torch", "torch._dynamo", "torchmetrics", "pytest"),
     *("hybridtrain.loop.trainer", "hybridtrain.smp", "hybridtrain.cli.command_line"),
+    *("hybridtrain.cli.commands.train", "torchmetrics"),
 ]
 
 # How long the others have to end by themselves after one has failed.

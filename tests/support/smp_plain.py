@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timm.optim import Lamb
 from torch import Tensor, nn
 
 from hybridtrain.smp import nn as smp_nn
@@ -130,6 +129,8 @@ def module(microbatches: int, replica: int, replicas: int, rank: int, dp_group: 
     smp.get_dp_process_group = lambda: dp_group
     smp.nn, smp.__version__ = smp_nn, "plain"
     smp.__path__ = []  # a package: scripts import its submodule nn
+    from timm.optim import Lamb  # imports all of timm's models, which few tests need
+
     smp.optimizers = types.SimpleNamespace(FusedLAMB=Lamb)
     smp.amp = types.SimpleNamespace(GradScaler=lambda: None)
     return smp

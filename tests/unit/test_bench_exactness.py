@@ -61,6 +61,7 @@ def test_a_system_that_is_not_installed_has_a_column_that_says_so(monkeypatch):
     assert "| not installed |" in page({("padded", "deepspeed"): results}, "")
 
 
+@pytest.mark.thorough
 def test_hybridtrain_weighs_padded_labels_as_the_unsplit_model_and_the_mean_of_means_does_not():
     assert measure.measure("hybridtrain", "padded", "plain", DEADLINE_S).verdict == "bitwise"
     peer = measure.measure("pipelining", "padded", "plain", DEADLINE_S)

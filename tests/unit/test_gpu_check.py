@@ -102,6 +102,7 @@ def table_of(folder: Path, **settings: Any) -> gpu_check.Check:
     return gpu_check.Check("cpu", True, math.inf, file=folder / "table.json", **settings)
 
 
+@pytest.mark.thorough  # the parts run in the tests above
 def test_the_exactness_and_the_costs_run_on_the_cpu(tmp_path: Path) -> None:
     table = table_of(tmp_path)
     gpu_check.exactness(table, random_cells(2), until=0)
@@ -308,6 +309,7 @@ def check(folder: Path, *arguments: str, missing: tuple[str, ...] = NOT_NEEDED) 
     return done.returncode, done.stdout
 
 
+@pytest.mark.thorough
 def test_the_script_needs_only_what_it_imports(tmp_path: Path) -> None:
     code, said = check(tmp_path, "--device", "cpu", "--small", "--seconds", "0")
     assert code == 0, said

@@ -13,7 +13,8 @@ from hybridtrain import HybridModel, World
 
 torch.set_num_threads(1)
 cells = Cells()
-QUICK = ("linear", "dropout", "stateful", "padded")  # with every precision and every recompute
+# with fp32, bf16 and most kinds of recomputation; the matrix in one process has every value
+QUICK = ("linear", "stateful", "padded")
 
 for number, cell in enumerate(matrix_cells()):
 

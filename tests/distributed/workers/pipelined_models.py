@@ -281,4 +281,5 @@ def _(world):
 
 
 if __name__ == "__main__":
+    sys.modules["peft"] = None  # transformers would import it, for seconds
     cells.main(*sys.argv[1:])

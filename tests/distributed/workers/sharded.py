@@ -49,7 +49,7 @@ def add_case(shard, name, nb_part=1, optimizer="adamw", thorough=False, **option
 
 
 for _optimizer in OPTIMIZERS:
-    more = _optimizer in ("adamw", "relative")
+    more = _optimizer in ("adamw", "relative", "adamw8bit")
     add_case("optimizer", "linear", nb_part=2, optimizer=_optimizer, thorough=more)
 add_case("optimizer", "conv", optimizer="momentum", clip=0.1)
 add_case("optimizer", "tied_gpt", nb_part=2, recompute="always", thorough=True)

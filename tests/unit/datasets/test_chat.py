@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import installed
 from support.small_hub import write_chats, write_llama
 
 from hybridtrain.datasets import chat
 from hybridtrain.errors import DataError
 from hybridtrain.loss import cross_entropy
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+installed("transformers")
+installed("datasets")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 TALK = [

@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from support.cases import installed
 from support.small_hub import write_llama
 
 from hybridtrain.datasets import chat
 from hybridtrain.errors import DataError
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+installed("transformers")
+installed("datasets")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 TURNS = [("system", "very"), ("user", "good film"), ("assistant", "nice plot")]

@@ -5,13 +5,14 @@ import re
 import subprocess
 
 import pytest
+from support.cases import installed
 from support.small_data import write_tokenizer
 
 from hybridtrain.datasets import hf_datasets
 from hybridtrain.errors import DataError
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+installed("transformers")
+installed("datasets")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import installed
 from support.loaders import world_of
 from support.small_data import rows_of_texts, write_tokenizer
 
@@ -21,8 +22,8 @@ from hybridtrain.loss import cross_entropy
 from hybridtrain.models import transformers_model
 from hybridtrain.options import LoaderOptions
 
-datasets = pytest.importorskip("datasets")
-transformers = pytest.importorskip("transformers")
+datasets = installed("datasets")
+transformers = installed("transformers")
 
 ROWS = rows_of_texts(40)
 

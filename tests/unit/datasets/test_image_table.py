@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import installed
 from support.small_data import write_images
 
 from hybridtrain.datasets import image_folder, image_table
 from hybridtrain.errors import DataError
 
-pytest.importorskip("datasets")
+installed("datasets")
 
 
 @pytest.fixture

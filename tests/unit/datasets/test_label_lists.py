@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from support.cases import installed
 from support.small_hub import write_llama
 
 from hybridtrain.datasets import hf_datasets
 from hybridtrain.errors import DataError
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
+installed("transformers")
+installed("datasets")
 
 
 @pytest.fixture(scope="module")

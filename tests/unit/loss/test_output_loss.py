@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.cases import thorough
+from support.cases import installed, thorough
 from support.compare import assert_same_gradients, cpu_world
 from support.zoo import TINY
 from torch import nn
@@ -13,7 +13,7 @@ from hybridtrain import HybridModel
 from hybridtrain.errors import BatchError, ConfigError
 from hybridtrain.loss import MeanLoss, count_of_output, model_output
 
-transformers = pytest.importorskip("transformers")
+transformers = installed("transformers")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 SAMPLES, LENGTH = 6, 8

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cases import installed
 from support.compare import cpu_world
 from support.small_hub import write_llama
 from torch import nn
@@ -21,7 +22,7 @@ from hybridtrain.loop.callbacks import EMA
 from hybridtrain.loss import cross_entropy
 from hybridtrain.models import lora, transformers_model
 
-peft = pytest.importorskip("peft")
+peft = installed("peft")
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 LAST = "model.layers.2.self_attn.q_proj"

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.cases import installed
 from support.compare import assert_same, assert_same_gradients, cpu_world
 from support.hf import Texts, bert, causal_lm, gpt2, padded
 from support.hf import llama as small_llama
@@ -23,8 +24,8 @@ from hybridtrain.models import lora, quantize
 from hybridtrain.models.quantized import KINDS, QuantizedLinear, quantized_weights
 from hybridtrain.partitioning import layer_sizes
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
-peft = pytest.importorskip("peft")
+bitsandbytes = installed("bitsandbytes")
+peft = installed("peft")
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -5,13 +5,14 @@ On CPUs its hooks are attached by hand, because accelerate takes `cpu` for offlo
 
 import pytest
 import torch
+from support.cases import installed
 from support.hf import Texts, llama, on_devices, padded
 
 from hybridtrain import pipelined, unpipelined
 from hybridtrain.errors import ConfigError, WorldError
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+installed("accelerate")
+installed("transformers")
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -4,13 +4,14 @@ import logging
 
 import pytest
 import torch
+from support.cases import installed
 from support.hf import Texts, bert, causal_lm, llama, padded, t5
 
 from hybridtrain import pipelined
 from hybridtrain.errors import BatchError, ConfigError
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")  # its Trainer needs it
+transformers = installed("transformers")
+installed("accelerate")  # its Trainer needs it
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

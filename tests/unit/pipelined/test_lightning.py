@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.cases import installed
 from support.compare import CLOSE
 from torch import nn
 from torch.nn import functional as F
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import pipelined
 
-pytest.importorskip("lightning")
+installed("lightning")
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

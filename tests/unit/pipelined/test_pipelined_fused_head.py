@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.cases import installed
 from support.hf import Texts, llama, padded
 from torch.nn import functional as F
 
@@ -9,7 +10,7 @@ from hybridtrain import pipelined
 from hybridtrain.errors import UserError
 from hybridtrain.head import LazyLogits
 
-pytest.importorskip("transformers")
+installed("transformers")
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

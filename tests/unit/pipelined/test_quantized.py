@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from support.cases import installed
 from support.compare import cpu_world
 from support.hf import Texts, llama, padded
 from torch import nn
@@ -17,8 +18,8 @@ from hybridtrain.checkpoint import CheckpointStore, save_checkpoint
 from hybridtrain.errors import CheckpointError, ConfigError
 from hybridtrain.loss import model_output
 
-peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
+peft = installed("peft")
+installed("transformers")
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

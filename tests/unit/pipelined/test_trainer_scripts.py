@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cases import thorough
+from support.cases import installed, thorough
 from support.hf import VOCABULARY, bert, llama
 
 from hybridtrain import pipelined
 
-pytest.importorskip("transformers")
+installed("transformers")
 AcceleratorState = pytest.importorskip("accelerate.state").AcceleratorState
-pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
+installed("datasets")
+tokenizers = installed("tokenizers")
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -5,15 +5,15 @@ import logging
 
 import pytest
 import torch
-from support.cases import thorough
+from support.cases import installed, thorough
 from support.hf import VOCABULARY, llama
 
 from hybridtrain import pipelined
 
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+trl = installed("trl")
+datasets = installed("datasets")
+peft = installed("peft")
+transformers = installed("transformers")
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
