@@ -17,7 +17,7 @@ rehearse each kind of micro-batch alone, and come to the same result.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hybridtrain._base.torch_private import FakeTensorMode
+from hybridtrain.pipeline.forward.glue import PLAIN
 
 Number = tuple[int, int] | str
 """What a value is called in all processes.
@@ -80,7 +81,10 @@ class LayerOutput:
     Attributes:
         draws: see the arguments.
         formats: the formats of the tensors that it has made.
+        is_predicted: whether the layer has not run on arguments of these sizes.
     """
+
+    is_predicted = False
 
     def __init__(self, output: Any, arguments: Any, draws: Any) -> None:
         self.draws = draws
@@ -119,6 +123,37 @@ class LayerOutput:
         output = copy.copy(self)
         output.draws, output._made = draws, {}
         return output
+
+    def with_formats(self, formats: Sequence[ValueFormat]) -> LayerOutput:
+        """Returns the output of the layer for arguments of other sizes."""
+        output = copy.copy(self)
+        output.formats, output._made, output._patterns = list(formats), {}, {}
+        output.is_predicted = True
+        return output
+
+    def agrees_with(self, output: Any) -> bool:
+        """Returns whether an output with values has the shapes and dtypes of this one."""
+        leaves, spec = tree_flatten(output)
+        if spec != self._spec:
+            return False
+        for leaf, mine in zip(leaves, self._leaves, strict=True):
+            if type(mine) is _Made:
+                form = self.formats[mine.number]
+                if (leaf.shape, leaf.dtype) != (form.shape, form.dtype):
+                    return False
+        return True
+
+    def has_structure_of(self, other: LayerOutput) -> bool:
+        """Returns whether two outputs differ in the formats of their tensors alone.
+
+        Only if they consist of tensors and plain values.
+        """
+        mine = [(type(leaf), leaf) for leaf in self._leaves]
+        return (
+            self._spec == other._spec
+            and all(kind in PLAIN or kind in (_Given, _Made) for kind, _ in mine)
+            and mine == [(type(leaf), leaf) for leaf in other._leaves]
+        )
 
     def new(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
         """Returns an output without values, of new tensors; see `stand_in`."""
