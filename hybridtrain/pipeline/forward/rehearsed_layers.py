@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence, Sized
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
+from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -76,9 +77,10 @@ class RehearsedLayers:
         """Returns what a layer returns, on fake tensors."""
         assert trip.layer is not None
         device, stashes = trip._model.devices[0], trip.layer.stashes
-        leaves, spec = tree_flatten((args, kwargs))
-        leaves = [trip._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(leaves, spec)
+        given, spec = tree_flatten((args, kwargs))
+        leaves = [trip._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
+        if any(map(is_not, leaves, given)):
+            args, kwargs = tree_unflatten(leaves, spec)
         formats = [ValueFormat.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         state = ThreadState.capture()
         repeats = not (stashes or trip.layer.pops)
@@ -223,16 +225,25 @@ def _facts_of(part: nn.Module) -> tuple[Hashable, ...]:
     return (
         type(part),
         part.training,
-        *(
-            (n, None if t is None else (t.shape, t.dtype, t.requires_grad))
-            for n, t in (*part._parameters.items(), *part._buffers.items())
-        ),
+        *_tensors_of(part),
         *(
             (n, v if _is_plain(v) else id(v))
-            for n, v in vars(part).items()
-            if n not in _OF_MODULES and not n.endswith(_PLACES)
+            for n, v in _own_attributes(part)
+            if not n.endswith(_PLACES)
         ),
     )
+
+
+def _tensors_of(part: nn.Module) -> list[Hashable]:
+    return [
+        (n, None if t is None else (t.shape, t.dtype, t.requires_grad))
+        for n, t in (*part._parameters.items(), *part._buffers.items())
+    ]
+
+
+def _own_attributes(part: nn.Module) -> list[tuple[str, Any]]:
+    """Returns the attributes of a module but for those that all modules have."""
+    return [item for item in vars(part).items() if item[0] not in _OF_MODULES]
 
 
 def attributes_of(net: nn.Module) -> Hashable:
@@ -244,12 +255,14 @@ def attributes_of(net: nn.Module) -> Hashable:
     facts: list[Hashable] = []
     objects: dict[int, Hashable] = {}
     for part in modules_of(net):
-        facts.append((tuple(part._modules.keys()), _facts_of(part)))
-        for name, value in vars(part).items():
-            if name in _OF_MODULES or _is_plain(value) or id(value) in objects:
-                continue  # most layers have the same config
-            if isinstance(value, Tensor | nn.Module):
+        facts += type(part), part.training, *part._modules, *_tensors_of(part)
+        for name, value in _own_attributes(part):
+            if _is_plain(value):
+                facts += name, value
                 continue
+            facts += name, id(value)
+            if id(value) in objects or isinstance(value, Tensor | nn.Module):
+                continue  # most layers have the same config
             if isinstance(value, Sized):
                 objects[id(value)] = len(value)
             elif hasattr(value, "__dict__"):
@@ -283,4 +296,5 @@ def _is_plain(value: Any) -> bool:
 
 
 def _plain_or_type(leaf: Any) -> Any:
-    return leaf if type(leaf) in PLAIN and not isinstance(leaf, slice) else type(leaf)
+    kind = type(leaf)
+    return leaf if kind is ValueFormat or (kind in PLAIN and kind is not slice) else kind
