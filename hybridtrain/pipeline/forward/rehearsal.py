@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from hybridtrain._base.torch_private import FakeTensorMode
+from hybridtrain._base.torch_private import FakeTensor, FakeTensorMode
 from hybridtrain.pipeline.forward.glue import PLAIN
 
 Number = tuple[int, int] | str
@@ -92,7 +92,6 @@ class LayerOutput:
         given = {id(leaf): place for place, leaf in enumerate(tree_flatten(arguments)[0])}
         made: dict[int, int] = {}
         self._made: dict[FakeTensorMode, list[Tensor | None]] = {}
-        self._patterns: dict[FakeTensorMode, list[Tensor]] = {}  # for `new`, of all equal layers
         self.formats: list[ValueFormat] = []
         self._leaves: list[Any] = []
         for leaf in leaves:
@@ -127,7 +126,7 @@ class LayerOutput:
     def with_formats(self, formats: Sequence[ValueFormat]) -> LayerOutput:
         """Returns the output of the layer for arguments of other sizes."""
         output = copy.copy(self)
-        output.formats, output._made, output._patterns = list(formats), {}, {}
+        output.formats, output._made = list(formats), {}
         output.is_predicted = True
         return output
 
@@ -157,15 +156,7 @@ class LayerOutput:
 
     def new(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
         """Returns an output without values, of new tensors; see `stand_in`."""
-        if mode not in self._patterns:
-            self._patterns[mode] = [fake_of(form, mode, device) for form in self.formats]
-        made: list[Tensor | None] = []
-        # one operation on fake tensors; to make such a tensor takes two
-        with mode, torch.enable_grad(), torch._C.DisableTorchFunction():
-            for pattern in self._patterns[mode]:
-                tensor = pattern.clone()
-                # other strides for one that is not dense
-                made.append(tensor if tensor.stride() == pattern.stride() else None)
+        made: list[Tensor | None] = [fake_of(form, mode, device) for form in self.formats]
         return self._with_tensors(made, mode, device, arguments)
 
     def _with_tensors(
@@ -205,12 +196,25 @@ class _Made(NamedTuple):
 
 def fake_of(form: ValueFormat, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Returns a fake tensor: not a leaf if it needs a gradient, so that code may change it."""
-    with mode, torch.enable_grad(), torch._C.DisableTorchFunction():
-        tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
+    # not by an operation in the mode, which takes ten times as long
+    with torch.enable_grad(), torch._C.DisableTorchFunction():
+        memory = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
         if form.requires_grad:
-            tensor = tensor.requires_grad_().clone()
-    assert not tensor._version
-    return tensor
+            return _NotALeaf.apply(_LEAF, memory, mode, device)  # type: ignore[no-any-return]
+        return FakeTensor(mode, memory, device)
+
+
+class _NotALeaf(torch.autograd.Function):
+    """Makes a fake tensor that needs a gradient."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, leaf: Tensor, memory: Tensor, mode: FakeTensorMode, device: torch.device
+    ) -> Tensor:
+        return FakeTensor(mode, memory, device)
+
+
+_LEAF = torch.zeros((), requires_grad=True)
 
 
 @dataclass
