@@ -107,6 +107,8 @@ class LayerFormulas:
         Args:
             run: runs the layer.
         """
+        if len(self._examples) < _EXAMPLES:  # the last is none, or another call has learned
+            return
         examples, self._examples = self._examples, {}
         self._attempts += 1
         try:

@@ -208,7 +208,7 @@ class _NotALeaf(torch.autograd.Function):
     """Makes a fake tensor that needs a gradient."""
 
     @staticmethod
-    def forward(  # noqa: D102
+    def forward(
         ctx: Any, leaf: Tensor, memory: Tensor, mode: FakeTensorMode, device: torch.device
     ) -> Tensor:
         return FakeTensor(mode, memory, device)

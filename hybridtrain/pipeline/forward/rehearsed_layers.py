@@ -137,7 +137,7 @@ class RehearsedLayers:
             )
             key = self._structures[position], spec, kinds_of(formats), others, state
             return self._known.formulas(key)
-        except TypeError:  # of contents that are unknown, or cannot be compared
+        except (TypeError, RecursionError):  # contents that are unknown, or cannot be compared
             return None
 
     def _run_with_symbols(
@@ -193,7 +193,7 @@ def _contents_of(value: Any, objects: dict[int, int]) -> Hashable:
     Raises:
         TypeError: that is not known, as for an object with tensors.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind is not slice and is_constant(value):
         return kind, value
     if id(value) in objects:
@@ -217,7 +217,7 @@ def _structure(module: nn.Module) -> Hashable:
     )
 
 
-def _facts_of(part: nn.Module) -> tuple[Hashable, ...]:
+def _facts_of(part: nn.Module) -> tuple[Any, ...]:
     """Returns what a module has besides other modules.
 
     Its plain attributes, but not its place in the model, and which other objects, such as a config.
@@ -252,7 +252,7 @@ def attributes_of(net: nn.Module) -> Hashable:
     Its modules, their attributes, those of other objects such as a config, and how many values
     lists and tables have.
     """
-    facts: list[Hashable] = []
+    facts: list[Any] = []
     objects: dict[int, Hashable] = {}
     for part in modules_of(net):
         facts += type(part), part.training, *part._modules, *_tensors_of(part)
