@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hybridtrain._base.skip import pop, stash
 from hybridtrain.errors import SplitError
-from hybridtrain.pipeline.forward.rehearsal import LayerOutput
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -625,14 +624,18 @@ def test_texts_of_ever_new_lengths_have_the_gradients_of_one_stage(
     assert list(dict.fromkeys(Mixes.rehearsed)) == rehearsed
 
 
-def test_a_layer_that_differs_from_its_formulas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = Texts(Mixes)
+class HidesAQuestion(Mixes):
+    """Asks about a length so that a run with symbols does not notice."""
+
+    def mixed(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = super().mixed(x, mask)
+        return y[:, :1] if type(x.shape[1]) is int and x.shape[1] > 5 else y
+
+
+def test_a_layer_that_differs_from_its_formulas_is_refused() -> None:
     batches = [(torch.randn(4, n, 8), torch.ones(4, n) > 0) for n in (3, 4, 5, 6)]
-    parts = Parts(net, 2, batches[0], chunks=1, split=["c"])
+    parts = Parts(Texts(HidesAQuestion), 2, batches[0], chunks=1, split=["c"])
     for inputs in batches[:3]:
         parts.step(inputs, inputs[0])
-
-    agrees = LayerOutput.agrees_with  # with another length than that of the layer's real output
-    monkeypatch.setattr(LayerOutput, "agrees_with", lambda self, real: agrees(self, real[:, 1:]))
     with pytest.raises(SplitError, match="takes another path than in its rehearsal"):
         parts.step(batches[3], batches[3][0])
