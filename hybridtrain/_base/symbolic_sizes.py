@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP, DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
@@ -48,7 +49,9 @@ class SymbolicSizes:
         """Lets the fake tensors of a mode have these numbers as sizes and strides in the block."""
         before, mode.shape_env = mode.shape_env, self._env
         try:
-            yield
+            # else operators that consist of others fix the numbers in PyTorch 2.11
+            with enable_python_dispatcher():
+                yield
         finally:
             mode.shape_env = before
 
