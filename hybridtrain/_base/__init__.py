@@ -30,6 +30,7 @@ shared_libraries how many shared libraries the process has loaded
 shares           a batch made of shares, one for each logical replica of a process
 skip             `stash` and `pop`: tensors that skip layers of a sequential model
 summation_tree   the order in which the gradients of logical replicas are summed
+symbolic_sizes   sizes that are symbols, in tensors without values
 tensors          storages and sizes of tensors
 text_table       text tables
 torch_private    every private API of PyTorch that the library uses

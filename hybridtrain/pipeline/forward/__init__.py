@@ -10,6 +10,8 @@ layers           the calls of layers, compiled and recomputed
 stage            what belongs to a device: layers, state, backwards
 build            places layers on devices, and connects all of this
 rehearsal        what crosses the borders between processes
+layer_formulas   what a layer returns for arguments of other sizes
+rehearsed_layers which layers run in a rehearsal, and what is known of the others
 part_trip        a trip where other processes have some of the stages
 part_engine      the engine of a process with some of the stages
 part_transport   the inputs and messages of such a process

@@ -37,13 +37,16 @@ from hybridtrain.pipeline.forward.part_transport import MessageTransport, Transp
 from hybridtrain.pipeline.forward.part_trip import (
     PartTrip,
     RehearsalTrip,
-    RehearsedLayers,
-    attributes_of,
     is_elsewhere,
-    modules_of,
 )
 from hybridtrain.pipeline.forward.places import places_of
 from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal
+from hybridtrain.pipeline.forward.rehearsed_layers import (
+    LayersOfCopy,
+    RehearsedLayers,
+    attributes_of,
+    modules_of,
+)
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.forward.trip import Trip
 from hybridtrain.pipeline.forward.values import Model
@@ -228,7 +231,10 @@ class PartEngine(ForwardEngine):
                 skip_scope({}),
                 watched_python_draws(trip.refuse_draw),
             ):
-                return trip.go(arguments, step.thread_state.autocast())
+                rehearsal = trip.go(arguments, step.thread_state.autocast())
+                for learn in trip.lessons:
+                    learn()
+                return rehearsal
         except UserError:  # about the model as a whole
             raise
         except Exception as error:
@@ -245,10 +251,8 @@ class PartEngine(ForwardEngine):
         ]
         install([module for of_stage in modules for module in of_stage])
         install([copy.get_submodule(name) for name in planned.opened.values()])
-        structures: dict[Hashable, int] = {}
-        runs = {
-            stage: RehearsedLayers(of_stage, structures) for stage, of_stage in enumerate(modules)
-        }
+        known = LayersOfCopy()
+        runs = {stage: RehearsedLayers(of_stage, known) for stage, of_stage in enumerate(modules)}
         parameters = dict(copy.named_parameters())
         owners = {
             id(parameters[name]): model.owners[id(parameter)]

@@ -17,7 +17,7 @@ missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Sized
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -35,16 +35,15 @@ from hybridtrain._base.torch_private import (
     push_function_mode,
 )
 from hybridtrain._base.values import leaves_of
-from hybridtrain.errors import SplitError, UserError, setting
+from hybridtrain.errors import SplitError, setting
 from hybridtrain.graph import Layer
 from hybridtrain.partitioning import copy_of
 from hybridtrain.pipeline.autograd_graph import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
 from hybridtrain.pipeline.forward.glue import DESCRIBING, PLAIN, Cut, CutValue, Glue
-from hybridtrain.pipeline.forward.layers import note_layer
+from hybridtrain.pipeline.forward.layer_formulas import Answer
 from hybridtrain.pipeline.forward.rehearsal import (
     InputElsewhere,
-    LayerOutput,
     Number,
     Rehearsal,
     Uses,
@@ -330,8 +329,8 @@ class RehearsalTrip(NumberedTrip):
     def __init__(self, mode: FakeTensorMode, model: Model, draws: Any, trains: bool) -> None:
         super().__init__(mode, model, 0, draws, _nothing, _nothing, trains)
         self.rehearsal = Rehearsal()
-        # what layers have returned, and how often they have drawn, see `RehearsedLayers`
-        self.known: dict[Hashable, tuple[LayerOutput, int]] = {}
+        self.known: dict[Hashable, Answer] = {}  # of layers, see `RehearsedLayers`
+        self.lessons: list[Callable[[], None]] = []  # to learn from after the forward
         self._uses = Uses(len(model.devices))
         self._versions: dict[int, int] = {}  # of values, when their stage ended
         self._inputs: list[tuple[Tensor, int]] = []  # and their versions at the end of stage 0
@@ -438,136 +437,6 @@ class RehearsalTrip(NumberedTrip):
             if not tensor.is_contiguous():
                 self.rehearsal.strides[number] = tensor.stride()
         return tensor
-
-
-class RehearsedLayers:
-    """The layers of a stage in a rehearsal.
-
-    A layer that equals an earlier one, and gets arguments of equal formats, does not run again.
-
-    Args:
-        modules: the modules of the layers, in the copy of the model.
-        structures: the numbers of the structures so far, for all stages.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], structures: dict[Hashable, int]) -> None:
-        self._modules = modules
-        # by number: a structure is a large tuple, which each look-up would hash and compare
-        self._structures = [
-            structures.setdefault(_structure(module), len(structures)) for module in modules
-        ]
-
-    def run(self, position: int, trip: RehearsalTrip, args: Any, kwargs: Any) -> Any:
-        """Returns what a layer returns, on fake tensors."""
-        assert trip.layer is not None
-        device, stashes = trip._model.devices[0], trip.layer.stashes
-        leaves, spec = tree_flatten((args, kwargs))
-        leaves = [trip._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(leaves, spec)
-        formats = tuple(
-            ValueFormat.of(leaf) if isinstance(leaf, Tensor) else _plain_or_type(leaf)
-            for leaf in leaves
-        )
-        state = torch.is_grad_enabled(), torch.is_autocast_enabled(device.type)
-        key = self._structures[position], spec, formats, state
-        rehearsed = trip.known.get(key) if not (stashes or trip.layer.pops) else None
-        if rehearsed is not None:
-            output, draws = rehearsed
-            trip.draws.skip(draws)
-            trip.rehearsal.outputs.append(output.after(trip.draws.counts))
-            return output.new(trip._mode, device, (args, kwargs))
-        draws_before = trip.draws.operations
-        try:
-            returned = trip.on_fakes(self._modules[position], args, kwargs)
-        except UserError:  # about the model as a whole
-            raise
-        except Exception as error:
-            note_layer(error, trip.layer.name, args, kwargs)
-            raise
-        values = (returned, trip.stashed(trip.layer)) if stashes else returned
-        leaves_of(values)  # registers dataclasses
-        output = LayerOutput(values, (args, kwargs), trip.draws.counts)
-        trip.known[key] = output, trip.draws.operations - draws_before
-        trip.rehearsal.outputs.append(output)
-        return returned
-
-
-def _structure(module: nn.Module) -> Hashable:
-    """Returns what two layers of equal code have in common."""
-    return tuple(
-        (name, part.extra_repr(), *_facts_of(part)) for name, part in module.named_modules()
-    )
-
-
-def _facts_of(part: nn.Module) -> tuple[Hashable, ...]:
-    """Returns what a module has besides other modules.
-
-    Its plain attributes, but not its place in the model, and which other objects, such as a config.
-    """
-    return (
-        type(part),
-        part.training,
-        *(
-            (n, None if t is None else (t.shape, t.dtype, t.requires_grad))
-            for n, t in (*part._parameters.items(), *part._buffers.items())
-        ),
-        *(
-            (n, v if _is_plain(v) else id(v))
-            for n, v in vars(part).items()
-            if n not in _OF_MODULES and not n.endswith(_PLACES)
-        ),
-    )
-
-
-def attributes_of(net: nn.Module) -> Hashable:
-    """Returns what shows that code has changed a model.
-
-    Its modules, their attributes, those of other objects such as a config, and how many values
-    lists and tables have.
-    """
-    facts: list[Hashable] = []
-    objects: dict[int, Hashable] = {}
-    for part in modules_of(net):
-        facts.append((tuple(part._modules.keys()), _facts_of(part)))
-        for name, value in vars(part).items():
-            if name in _OF_MODULES or _is_plain(value) or id(value) in objects:
-                continue  # most layers have the same config
-            if isinstance(value, Tensor | nn.Module | torch.ScriptObject):
-                continue  # the last: of C++, whose methods may not be there
-            if isinstance(value, Sized):
-                objects[id(value)] = len(value)
-            elif hasattr(value, "__dict__"):
-                plain = ((n, v) for n, v in vars(value).items() if _is_plain(v))
-                objects[id(value)] = tuple(plain)
-    return tuple(facts), tuple(objects.items())
-
-
-def modules_of(net: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a model; `net.modules()` also makes their names, in more time."""
-    modules = {id(net): net}
-    pending = [net]
-    while pending:
-        for part in pending.pop()._modules.values():
-            if part is not None and id(part) not in modules:
-                modules[id(part)] = part
-                pending.append(part)
-    return list(modules.values())
-
-
-# what each module has; the call is that of a layer, or of compiled code, which a copy does not run
-_OF_MODULES = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
-_PLAIN_VALUES = (str, bool, float, int)
-_PLACES = ("idx", "index", "layer_id", "layer_number")  # names of a layer's place in the model
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):  # such as the shape of a LayerNorm
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN_VALUES)
-
-
-def _plain_or_type(leaf: Any) -> Any:
-    return leaf if type(leaf) in PLAIN and not isinstance(leaf, slice) else type(leaf)
 
 
 class PartTrip(NumberedTrip):
@@ -702,9 +571,22 @@ class PartTrip(NumberedTrip):
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer, or what stands for it."""
         try:
-            return super().run_layer(place, args, kwargs)
+            output = super().run_layer(place, args, kwargs)
+            if place.stage in self._own and not place.stashes:
+                self._check_prediction(output)
+            return output
         finally:
             self._layers += 1
+
+    def _check_prediction(self, output: Any) -> None:
+        """Compares what a layer of this process returns with formulas that others rely on."""
+        if self._layers >= len(self._rehearsal.outputs):
+            return
+        expected = self._rehearsal.outputs[self._layers]
+        if expected.is_predicted:
+            if not expected.agrees_with(output):
+                raise self._another_path()
+            expected.is_predicted = False
 
     def _number(self, tensor: Tensor, number: Number) -> None:
         if self.stage in self._own:

@@ -17,7 +17,7 @@ rehearse each kind of micro-batch alone, and come to the same result.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from hybridtrain._base.torch_private import FakeTensorMode
+from hybridtrain._base.torch_private import FakeTensor, FakeTensorMode
+from hybridtrain.pipeline.forward.glue import PLAIN
 
 Number = tuple[int, int] | str
 """What a value is called in all processes.
@@ -80,7 +81,10 @@ class LayerOutput:
     Attributes:
         draws: see the arguments.
         formats: the formats of the tensors that it has made.
+        is_predicted: whether the layer has not run on arguments of these sizes.
     """
+
+    is_predicted = False
 
     def __init__(self, output: Any, arguments: Any, draws: Any) -> None:
         self.draws = draws
@@ -88,7 +92,6 @@ class LayerOutput:
         given = {id(leaf): place for place, leaf in enumerate(tree_flatten(arguments)[0])}
         made: dict[int, int] = {}
         self._made: dict[FakeTensorMode, list[Tensor | None]] = {}
-        self._patterns: dict[FakeTensorMode, list[Tensor]] = {}  # for `new`, of all equal layers
         self.formats: list[ValueFormat] = []
         self._leaves: list[Any] = []
         for leaf in leaves:
@@ -120,17 +123,40 @@ class LayerOutput:
         output.draws, output._made = draws, {}
         return output
 
+    def with_formats(self, formats: Sequence[ValueFormat]) -> LayerOutput:
+        """Returns the output of the layer for arguments of other sizes."""
+        output = copy.copy(self)
+        output.formats, output._made = list(formats), {}
+        output.is_predicted = True
+        return output
+
+    def agrees_with(self, output: Any) -> bool:
+        """Returns whether an output with values has the shapes and dtypes of this one."""
+        leaves, spec = tree_flatten(output)
+        if spec != self._spec:
+            return False
+        for leaf, mine in zip(leaves, self._leaves, strict=True):
+            if type(mine) is _Made:
+                form = self.formats[mine.number]
+                if (leaf.shape, leaf.dtype) != (form.shape, form.dtype):
+                    return False
+        return True
+
+    def has_structure_of(self, other: LayerOutput) -> bool:
+        """Returns whether two outputs differ in the formats of their tensors alone.
+
+        Only if they consist of tensors and plain values.
+        """
+        mine = [(type(leaf), leaf) for leaf in self._leaves]
+        return (
+            self._spec == other._spec
+            and all(kind in PLAIN or kind in (_Given, _Made) for kind, _ in mine)
+            and mine == [(type(leaf), leaf) for leaf in other._leaves]
+        )
+
     def new(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
         """Returns an output without values, of new tensors; see `stand_in`."""
-        if mode not in self._patterns:
-            self._patterns[mode] = [fake_of(form, mode, device) for form in self.formats]
-        made: list[Tensor | None] = []
-        # one operation on fake tensors; to make such a tensor takes two
-        with mode, torch.enable_grad(), torch._C.DisableTorchFunction():
-            for pattern in self._patterns[mode]:
-                tensor = pattern.clone()
-                # other strides for one that is not dense
-                made.append(tensor if tensor.stride() == pattern.stride() else None)
+        made: list[Tensor | None] = [fake_of(form, mode, device) for form in self.formats]
         return self._with_tensors(made, mode, device, arguments)
 
     def _with_tensors(
@@ -170,12 +196,25 @@ class _Made(NamedTuple):
 
 def fake_of(form: ValueFormat, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Returns a fake tensor: not a leaf if it needs a gradient, so that code may change it."""
-    with mode, torch.enable_grad(), torch._C.DisableTorchFunction():
-        tensor = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=device)
+    # not by an operation in the mode, which takes ten times as long
+    with torch.enable_grad(), torch._C.DisableTorchFunction():
+        memory = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
         if form.requires_grad:
-            tensor = tensor.requires_grad_().clone()
-    assert not tensor._version
-    return tensor
+            return _NotALeaf.apply(_LEAF, memory, mode, device)  # type: ignore[no-any-return]
+        return FakeTensor(mode, memory, device)
+
+
+class _NotALeaf(torch.autograd.Function):
+    """Makes a fake tensor that needs a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: Tensor, memory: Tensor, mode: FakeTensorMode, device: torch.device
+    ) -> Tensor:
+        return FakeTensor(mode, memory, device)
+
+
+_LEAF = torch.zeros((), requires_grad=True)
 
 
 @dataclass

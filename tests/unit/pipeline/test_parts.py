@@ -556,3 +556,86 @@ def test_micro_batches_of_other_sizes_take_their_own_way_through_the_forward() -
         parts.step(x, y)
         plain_step(plain, x, y)
     assert_same_gradients(parts.gradients(), gradients_of(plain))
+
+
+class Mixes(nn.Module):
+    """Notes the sizes of the tensors without values that it gets."""
+
+    rehearsed: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))  # no modules, which would be the layers
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if isinstance(x, FakeTensor) and type(x.shape[1]) is int:
+            Mixes.rehearsed.append(x.shape[1])
+        return F.dropout(self.mixed(x, mask).tanh(), 0.3)
+
+    def mixed(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (x @ x.mT).masked_fill(~mask[:, None], -1e9).softmax(-1)
+        return F.linear(scores @ x, self.weight)
+
+
+class Pads(Mixes):
+    """Takes another path for long texts."""
+
+    def mixed(self, x: Tensor, mask: Tensor) -> Tensor:
+        if x.shape[1] > 6:
+            x = F.pad(x, (0, 0, 0, 2))[:, :-2].mT.contiguous().mT
+        return super().mixed(x, mask)
+
+
+class AsksForValues(Mixes):
+    def mixed(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().mixed(x, mask) * float(x.abs().max())
+
+
+class Texts(nn.Module):
+    def __init__(self, layer: type[Mixes]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), layer(), layer()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.a(x)
+        mask = mask & (mask.sum(1) > 1)[:, None]
+        return self.c(self.b(x, mask) + x.mean(1, keepdim=True), mask)
+
+
+@pytest.mark.parametrize(
+    ("layer", "rehearsed"),
+    [(Mixes, [3, 4, 5]), (Pads, [3, 4, 5, 8, 9, 7]), (AsksForValues, [3, 4, 5, 8, 9, 6, 7, 2])],
+)
+def test_texts_of_ever_new_lengths_have_the_gradients_of_one_stage(
+    layer: type[Mixes], rehearsed: list[int]
+) -> None:
+    net = Texts(layer)
+    parts: Parts | None = None
+    for length in (3, 4, 5, 8, 9, 6, 7, 2):
+        x, y = torch.randn(4, length, 8), torch.randn(4, length, 8)
+        mask = torch.arange(length) < torch.tensor([[length], [length - 1], [2], [2]])
+        if parts is None:
+            parts = Parts(net, 2, (x, mask), chunks=1, split=["c"])
+            one = pipeline(net, 1, chunks=1, example_inputs=(x, mask))
+            Mixes.rehearsed.clear()
+        parts.step((x, mask), y)
+        one.train_step((x, mask), y, F.mse_loss)
+    assert_same_gradients(parts.gradients(), gradients_of(net))
+    assert list(dict.fromkeys(Mixes.rehearsed)) == rehearsed
+
+
+class HidesAQuestion(Mixes):
+    """Asks about a length so that a run with symbols does not notice."""
+
+    def mixed(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = super().mixed(x, mask)
+        return y[:, :1] if type(x.shape[1]) is int and x.shape[1] > 5 else y
+
+
+def test_a_layer_that_differs_from_its_formulas_is_refused() -> None:
+    batches = [(torch.randn(4, n, 8), torch.ones(4, n) > 0) for n in (3, 4, 5, 6)]
+    parts = Parts(Texts(HidesAQuestion), 2, batches[0], chunks=1, split=["c"])
+    for inputs in batches[:3]:
+        parts.step(inputs, inputs[0])
+    with pytest.raises(SplitError, match="takes another path than in its rehearsal"):
+        parts.step(batches[3], batches[3][0])
