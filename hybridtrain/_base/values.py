@@ -72,6 +72,25 @@ def is_flat(tree: Any) -> bool:
     return type(tree) is dict and _LEAVES.issuperset(map(type, tree.values()))
 
 
+def flat_values(tree: Any) -> tuple[Any, list[Any]] | None:
+    """Returns the kind and the values of a container of tensors and constants.
+
+    Looking at it directly is several times faster than flattening it as a pytree. Two containers of
+    a kind have the same class and length, and the same keys in the same order.
+
+    Returns:
+        None for any other value, such as a container of containers.
+    """
+    values, keys = tree, None
+    if isinstance(tree, dict):
+        values, keys = list(tree.values()), tuple(tree)
+    elif type(tree) is not tuple and type(tree) is not list:
+        return None
+    if not _LEAVES.issuperset(map(type, values)):
+        return None
+    return (type(tree), keys or len(values)), list(values)
+
+
 def is_array(leaf: Any) -> bool:
     """Returns whether `leaf` is a NumPy array with at least one dimension."""
     numpy = sys.modules.get("numpy")

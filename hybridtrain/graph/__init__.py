@@ -1,10 +1,10 @@
 """Any `nn.Module` as a chain of layers, and the inputs of a batch as the arguments of its forward.
 
 layers             the layers of a chain
-call_signature     a batch as the arguments of a forward
+call_signature     arguments of a forward, their names, and a batch as arguments
 """
 
-from hybridtrain.graph.call_signature import arguments_of
+from hybridtrain.graph.call_signature import arguments_of, signature_of
 from hybridtrain.graph.layers import (
     LARGE_SHARE,
     Chain,
@@ -25,5 +25,6 @@ __all__ = [
     "initialize_lazy",
     "is_chain",
     "layers_of",
+    "signature_of",
     "works_in_place",
 ]

@@ -25,6 +25,7 @@ from torch import Tensor
 from hybridtrain._base.torch_private import replace_backward_entry
 from hybridtrain.errors import UserError
 from hybridtrain.head import LazyLogits, with_backward
+from hybridtrain.pipeline import unwatched
 
 Backward = Callable[[Mapping[int, Tensor]], Sequence[Tensor | None]]
 """`backward(gradients)`, by the number of the output, returns the gradients of what entered."""
@@ -55,12 +56,17 @@ class _Arrivals:
         return backward(gradients)
 
 
+# On the CPU, whatever the default device is. The anchor requires a gradient and never gets one.
+_ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
+_GRADIENT_OF_TOKEN = torch.zeros((), device="cpu")
+
+
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arrivals: _Arrivals, count: int, *inputs: Tensor) -> Any:
         ctx.arrivals = arrivals
         ctx.set_materialize_grads(False)
-        return tuple(torch.zeros(()) for _ in range(count))
+        return tuple([torch.zeros((), device="cpu") for _ in range(count)])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -79,7 +85,7 @@ class _Carry(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
         if gradient is not None:
             ctx.arrivals.gradients[ctx.number] = gradient
-        return torch.zeros(()), None, None
+        return _GRADIENT_OF_TOKEN, None, None
 
 
 def attached(
@@ -93,8 +99,7 @@ def attached(
         entering: the arguments and parameters whose gradients it returns.
     """
     arrivals = _Arrivals(backward)
-    anchor = torch.zeros((), requires_grad=True)
-    tokens = _Arrive.apply(arrivals, len(outputs), anchor, *entering)
+    tokens = _Arrive.apply(arrivals, len(outputs), _ANCHOR, *entering)
 
     def carried(number: int, token: Tensor, output: Tensor) -> Tensor:
         # the output in a list: a returned argument would be a view, which code like HF Trainer's
@@ -138,6 +143,7 @@ class Late:
         self.gradients: list[Tensor | None] = []
 
 
+@unwatched
 class Gate(torch.autograd.Function):
     """The root of a micro-batch's backward, which hands its outputs their gradients."""
 

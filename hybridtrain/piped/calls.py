@@ -7,11 +7,9 @@ is refused, because a micro-batch would silently get the wrong samples.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +31,7 @@ from hybridtrain._base.microbatch import (
 )
 from hybridtrain._base.values import is_constant, is_flat, leaves_of
 from hybridtrain.errors import BatchError
+from hybridtrain.graph import signature_of
 
 # The number of items that the loss of a transformers model is divided by. It changes in every step.
 ITEMS = "num_items_in_batch"
@@ -174,7 +173,7 @@ def takes_cache(net: nn.Module) -> bool:
     """
     base = getattr(net, "get_base_model", None)
     inner: Any = base() if callable(base) else net
-    signature = _signature(inner.forward)
+    signature = signature_of(inner.forward)
     if "use_cache" in signature.names:
         return True
     config = getattr(inner, "config", None)
@@ -195,83 +194,6 @@ def _text_config(config: Any) -> Any:
     return of_text() if callable(of_text) else config
 
 
-class _Signature(NamedTuple):
-    """How a forward is called.
-
-    Attributes:
-        of_forward: its signature.
-        names: the names of its parameters, in order.
-        by_position: those that may be passed by position; None: only `bind` knows.
-        required: those without a default.
-        nones: those that are None by default.
-        takes_args: whether it has `*args`.
-        takes_more: whether it has `**kwargs`.
-    """
-
-    of_forward: inspect.Signature
-    names: Mapping[str, None]
-    by_position: Sequence[str] | None
-    required: Set[str]
-    nones: Set[str]
-    takes_args: bool
-    takes_more: bool
-
-    @classmethod
-    def of(cls, signature: inspect.Signature) -> _Signature:
-        """Returns the facts of a signature."""
-        parameters = signature.parameters.values()
-        kinds = {parameter.kind for parameter in parameters}
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        takes_args = inspect.Parameter.VAR_POSITIONAL in kinds
-        by_position = [p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD]
-        return cls(
-            signature,
-            dict.fromkeys(p.name for p in named),
-            None if takes_args or inspect.Parameter.POSITIONAL_ONLY in kinds else by_position,
-            frozenset(p.name for p in named if p.default is p.empty),
-            frozenset(p.name for p in named if p.default is None),
-            takes_args,
-            inspect.Parameter.VAR_KEYWORD in kinds,
-        )
-
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments by name, in the order of the parameters.
-
-        Raises:
-            TypeError: the forward does not take them.
-        """
-        if self.by_position is not None and len(args) <= len(self.by_position):
-            by_name = dict(zip(self.by_position, args, strict=False))
-            is_twice = not by_name.keys().isdisjoint(kwargs)
-            by_name.update(kwargs)
-            is_known = self.takes_more or by_name.keys() <= self.names.keys()
-            if is_known and not is_twice and self.required <= by_name.keys():
-                ordered = {name: by_name[name] for name in self.names if name in by_name}
-                ordered.update(by_name)
-                return ordered
-        bound = self.of_forward.bind(*args, **kwargs)
-        inputs: dict[str, Any] = {}
-        for name, value in bound.arguments.items():
-            is_more = self.of_forward.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            inputs.update(value if is_more else {name: value})
-        return inputs
-
-
-def _signature(forward: Callable[..., Any]) -> _Signature:
-    function = getattr(forward, "__func__", forward)
-    if not inspect.isfunction(function):
-        return _Signature.of(inspect.signature(forward))
-    return _signature_of(function, function is not forward)
-
-
-@lru_cache(maxsize=64)
-def _signature_of(function: Callable[..., Any], is_method: bool) -> _Signature:
-    signature = inspect.signature(function)
-    if is_method:
-        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-    return _Signature.of(signature)
-
-
 def _bound(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | tuple[Any, ...]:
@@ -279,7 +201,7 @@ def _bound(
 
     Those of a forward that takes `*args` have no names, and are returned as they are.
     """
-    signature = _signature(forward)
+    signature = signature_of(forward)
     if args and signature.takes_args:
         if kwargs:
             raise BatchError(

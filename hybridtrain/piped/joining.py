@@ -146,11 +146,7 @@ def joined(
         if len(column) == 1:
             leaves.append(column[0])
         elif factors is not None:
-            terms = [value for value, w in zip(column, factors, strict=True) if w]
-            if terms:
-                total = torch.stack(torch._foreach_mul(terms, [w for w in factors if w])).sum(0)
-            else:
-                total = column[0] * 0
+            total = _weighted_sum(column, factors)
             is_whole = not column[0].is_floating_point() and not column[0].is_complex()
             leaves.append(total.round().to(column[0].dtype) if is_whole else total)
         elif isinstance(column[0], Tensor) and column[0].dim():
@@ -161,14 +157,27 @@ def joined(
     return leaves
 
 
+def _weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Returns the sum of the values that have a weight: others may be NaN."""
+    terms = [value for value, weight in zip(values, weights, strict=True) if weight]
+    if not terms:
+        return values[0] * 0
+    factors = [weight for weight in weights if weight]
+    if len(set(factors)) > 1:
+        return torch.stack(torch._foreach_mul(terms, factors)).sum(0)
+    total = torch.stack(terms)  # equal micro-batches: one product, not one for each of them
+    return (total if factors[0] == 1 else total * factors[0]).sum(0)
+
+
 def _weights(count: Count, parts: Sequence[Any], sizes: Sequence[int]) -> list[float]:
     """Returns the share of each micro-batch in a number that follows a rule."""
     if len(parts) == 1 or count is _sum:
         return [1.0] * len(parts)
     counts = [count(part, size) for part, size in zip(parts, sizes, strict=True)]
-    tensors = [torch.as_tensor(count) for count in counts]
-    numbers = torch.stack(tensors).tolist()  # one wait for a GPU
-    total = float(sum(numbers)) or 1.0
+    if any(isinstance(number, Tensor) for number in counts):
+        counts = torch.stack([torch.as_tensor(number) for number in counts]).tolist()
+    numbers = [float(number) for number in counts]
+    total = sum(numbers) or 1.0
     return [number / total for number in numbers]
 
 

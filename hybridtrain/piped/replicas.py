@@ -7,7 +7,7 @@ default group, which the trainer or the script has created.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -67,14 +67,17 @@ class Replicas:
         if self._are_several:
             _broadcast([*self._net.parameters(), *self._net.buffers()])
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> Callable[[], None] | None:
         """Copies rank 0's buffers to all processes, where a backward averages gradients.
+
+        Returns:
+            what the end of the backward must call; None with one process.
 
         Raises:
             ConfigError: a hook waits for the whole gradient of a parameter.
         """
         if not self._are_several:
-            return
+            return None
         for name, parameter in self._net.named_parameters():
             if parameter._post_accumulate_grad_hooks:
                 raise ConfigError(
@@ -84,6 +87,7 @@ class Replicas:
                 )
         if self.averages:
             _broadcast(list(self._net.buffers()))
+        return self.finish_step
 
     @torch.no_grad()
     def finish_step(self) -> None:

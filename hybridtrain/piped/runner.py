@@ -147,8 +147,7 @@ class Runner:
         of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if not wants_gradients:
             return self._evaluate(model, call, kind, of_step)
-        self.replicas.begin_step()
-        return Step(model, call, kind, of_step, self.replicas.finish_step).run()
+        return Step(model, call, kind, of_step, self.replicas.begin_step()).run()
 
     def _is_current(self, model: HybridModel, trains: bool) -> bool:
         """Returns whether the pipeline is that of the model: none of its parts has been replaced,

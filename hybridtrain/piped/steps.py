@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,7 @@ from hybridtrain._base.torch_private import (
     without_gradient_hooks,
     without_torch_function,
 )
-from hybridtrain._base.values import leaves_of
+from hybridtrain._base.values import flat_values, leaves_of
 from hybridtrain.errors import BatchError, setting
 from hybridtrain.head import LazyLogits, without_graph, without_lazy
 from hybridtrain.loss import zero_of
@@ -106,7 +107,7 @@ class Step:
         kind: what is known about its kind.
         of_step: its kind as a step.
         finish: called at the end of a backward that adds to the gradients of parameters, such as to
-            average them over the replicas.
+            average them over the replicas; None: nothing is to be done then.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Step:
         call: Call,
         kind: Kind,
         of_step: StepKind,
-        finish: Callable[[], None],
+        finish: Callable[[], None] | None,
     ) -> None:
         self._model, self._call, self._kind, self._finish = model, call, kind, finish
         self._of_step = of_step
@@ -129,6 +130,7 @@ class Step:
         self._number = model.rng.step
         self._spec: TreeSpec | None = None
         self._places: list[int] = []
+        self._flat: Any = None  # the kind of output if it is flat
 
     def run(self) -> Any:
         """Runs the call; returns the output of the batch."""
@@ -167,9 +169,10 @@ class Step:
             leaves = without_lazy(self._leaves_of(microbatch, output))
             with without_torch_function():  # the engine's mode need not see this
                 leaves = own_values(leaves)
-                root = torch.zeros((), requires_grad=True)  # where no output has a gradient
                 if self._places:
                     root = Gate.apply(late[microbatch], *(leaves[place] for place in self._places))
+                else:
+                    root = torch.zeros((), requires_grad=True)
                 return HeadOutput(list(map(_detached, leaves)), root, gradient_of_root)
 
         columns, held = self._model.run_forwards(self._parts, head, self._of_step)
@@ -187,7 +190,7 @@ class Step:
         return [*self._call.joined_gradients(self._leaves), *gradients]
 
     def _finish_later(self) -> None:
-        if any(map(is_accumulated, self._parameters)):
+        if self._finish is not None and any(map(is_accumulated, self._parameters)):
             at_end_of_backward(self._finish)
 
     def _cut(self, place: int, gradient: Tensor | None) -> Sequence[Tensor | None]:
@@ -199,7 +202,7 @@ class Step:
         if weights is not None:
             return [gradient * weight for weight in weights]
         rows = len(gradient) // self._call.samples  # several entries per sample, such as tokens
-        pieces: Sequence[Tensor] = gradient.split([size * rows for size in sizes])
+        pieces: Sequence[Tensor] = gradient.split_with_sizes([size * rows for size in sizes])
         return pieces
 
     # --- the loss attached
@@ -262,9 +265,16 @@ class Step:
 
     def _leaves_of(self, microbatch: int, output: Any) -> list[Any]:
         """Returns the leaves of a micro-batch's output; those that count nothing become zero."""
-        if self._spec is None:
-            leaves_of(output)  # registers dataclasses
-        leaves, spec = tree_flatten(output)
+        kind, leaves = flat_values(output) or (None, [])
+        spec = self._spec
+        if spec is None or kind is None or kind != self._flat:
+            if spec is None:
+                leaves_of(output)  # registers dataclasses
+            values, (leaves, spec) = leaves, tree_flatten(output)
+            # a registered container may hold more than its values, which the kind does not tell
+            is_plain = spec.context == (list(output) if isinstance(output, dict) else None)
+            if is_plain and len(values) == len(leaves) and all(map(is_, values, leaves)):
+                self._flat = kind
         with without_torch_function():
             places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.requires_grad]
         if self._spec is None:

@@ -48,6 +48,7 @@ from hybridtrain.pipeline.forward import (
     net_of_trip,
     own_values,
     uninstall,
+    unwatched,
 )
 from hybridtrain.pipeline.layer_rng import (
     DrawsOf,
@@ -112,6 +113,7 @@ __all__ = [
     "stage_summaries",
     "uninstall",
     "unscale_",
+    "unwatched",
     "with_device_speeds",
     "with_sync_batch_norm",
 ]

@@ -19,6 +19,7 @@ parts_here       all such processes as threads of one, for comparisons
 """
 
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, of_other_code
+from hybridtrain.pipeline.forward.glue import unwatched
 from hybridtrain.pipeline.forward.layers import uninstall
 from hybridtrain.pipeline.forward.parts_here import PartsHere
 from hybridtrain.pipeline.forward.stage import ForwardStage
@@ -34,4 +35,5 @@ __all__ = [
     "of_other_code",
     "own_values",
     "uninstall",
+    "unwatched",
 ]

@@ -153,6 +153,15 @@ class Cut(torch.autograd.Function):
         return None, None, None, None
 
 
+_UNWATCHED: set[type] = {Cut}
+
+
+def unwatched(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Marks a function that gets only a stage's own names, so that nothing looks at each call."""
+    _UNWATCHED.add(function)
+    return function
+
+
 class Glue(TorchFunctionMode):
     """Sees each operation between layers; those inside layers only if a layer needs it.
 
@@ -257,9 +266,11 @@ def watch_autograd() -> None:
     apply = function.__dict__.get("apply") or function.apply
 
     def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls in _UNWATCHED:
+            return apply.__get__(None, cls)(*args, **kwargs)
         trip = here.trip
         args, kwargs = without_lazy(args), without_lazy(kwargs) if kwargs else kwargs
-        if trip is not None and trip.looks_in_functions and cls is not Cut:
+        if trip is not None and trip.looks_in_functions:
             with trip.glue.off():  # or the mode would see how this looks at the tensors
                 args, kwargs = trip.cut_all(args), trip.cut_all(kwargs) if kwargs else kwargs
         return apply.__get__(None, cls)(*args, **kwargs)

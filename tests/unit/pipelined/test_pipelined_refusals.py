@@ -56,6 +56,30 @@ def test_an_output_that_is_no_tensor():
         pipe(Policy())(torch.randn(8, 6))
 
 
+@pytest.mark.parametrize("other", ["another name", "a list", "one entry more"])
+def test_a_micro_batch_whose_output_has_another_structure(other):
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x):
+            y = self.body(x)
+            if not x.any():
+                return {
+                    "another name": {"scores": y, "step": 1},
+                    "a list": {"logits": [y], "step": 1},
+                    "one entry more": {"logits": y, "step": 1, "none": None},
+                }[other]
+            return {"logits": y, "step": 1}
+
+    model, x = pipe(Changing()), torch.randn(8, 6)
+    model(x)
+    x[6:] = 0  # the last micro-batch
+    with pytest.raises(BatchError, match="outputs of different structure"):
+        model(x)
+
+
 def test_a_compiled_model():
     with pytest.raises(ConfigError, match="compile=True"):
         torch.compile(pipe())

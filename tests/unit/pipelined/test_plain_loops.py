@@ -370,6 +370,19 @@ def test_an_output_without_a_gradient_in_training():
     assert torch.equal(pipelined(Classes(), nb_part=2, chunks=4)(x), Classes()(x))
 
 
+def test_a_count_among_the_outputs_is_exact():
+    class Counts(WithLoss):
+        def forward(self, x, labels=None):
+            return {**super().forward(x, labels), "tokens": labels.sum() + labels.sum() * 2**24}
+
+    (x, labels), *_ = batches(1)
+    net = pipelined(Counts(), nb_part=2, chunks=4)
+    for _ in ("forwards first", "the schedule"):
+        output = net(x, labels=labels)
+        assert output["tokens"] == labels.sum() * (2**24 + 1)
+        output["loss"].backward()
+
+
 def test_a_model_outside_of_training_is_pipelined_without_gradients():
     plain, (x, labels) = WithLoss(), next(batches(1, ignored=True))
     net = pipelined(copy.deepcopy(plain), nb_part=2, chunks=4)
