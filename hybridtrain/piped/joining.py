@@ -173,7 +173,7 @@ def _weights(count: Count, parts: Sequence[Any], sizes: Sequence[int]) -> list[f
     """Returns the share of each micro-batch in a number that follows a rule."""
     if len(parts) == 1 or count is _sum:
         return [1.0] * len(parts)
-    counts = [count(part, size) for part, size in zip(parts, sizes, strict=True)]
+    counts: list[Any] = [count(part, size) for part, size in zip(parts, sizes, strict=True)]
     if any(isinstance(number, Tensor) for number in counts):
         counts = torch.stack([torch.as_tensor(number) for number in counts]).tolist()
     numbers = [float(number) for number in counts]

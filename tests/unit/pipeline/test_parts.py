@@ -637,5 +637,5 @@ def test_a_layer_that_differs_from_its_formulas_is_refused() -> None:
     parts = Parts(Texts(HidesAQuestion), 2, batches[0], chunks=1, split=["c"])
     for inputs in batches[:3]:
         parts.step(inputs, inputs[0])
-    with pytest.raises(SplitError, match="takes another path than in its rehearsal"):
+    with pytest.raises(SplitError, match="takes a different path than in its rehearsal"):
         parts.step(batches[3], batches[3][0])
