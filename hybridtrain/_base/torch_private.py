@@ -720,7 +720,8 @@ def _context() -> InterceptedDraws:
     # a thread that a layer started, such as TorchScript's, inherits the key but has no context
     # Nothing but the kind of its creator is known of such a thread: with a single candidate there
     # is no doubt.
-    active = [context for context in _active.values() if context.for_other_threads]
+    # a copy: other threads enter and leave meanwhile
+    active = [context for context in list(_active.values()) if context.for_other_threads]
     if torch._C._current_graph_task_id() != -1:  # or autograd's thread for a GPU
         active = [context for context in active if context.in_backward][:1]
     if len(active) == 1:
