@@ -22,7 +22,7 @@ OF_TORCHRUN: list[str] = []
 HELD_BY = {
     "How a run reports errors, ends, and continues": [],
     # First errors
-    "The first error of any process is the one": [
+    "If a process fails, the job reports the first error": [
         "test_an_error_in_the_first_step_is_reported_once_and_recorded_for_torchrun",
         "test_the_first_error_is_reported_once_with_its_rank",
         "test_an_exception_in_a_step_ends_all_processes",

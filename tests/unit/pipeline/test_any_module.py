@@ -359,11 +359,11 @@ def test_a_model_may_be_created_and_called_without_gradients_before_it_is_traine
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_scripted_submodule_runs_in_the_stage_of_the_layer_before():
+def test_a_scripted_submodule_is_a_layer():
     net = Body(lambda net, x: net.c(net.b(net.a(x))))
     net.b = torch.jit.trace(linear(), samples())
     model = hybrid(net, 2)
-    assert names(model) == ["a", "c"]
+    assert names(model) == ["a", "b", "c"]
     model.train_step(samples(), None, loss_of)
     found = [parameter.grad for parameter in net.parameters()]
     net.zero_grad()
