@@ -572,7 +572,7 @@ class CallerModes(NamedTuple):
         for _ in self.saved:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for mode in reversed(self.dispatch):
-            # Infrastructure modes, such as fake tensors', have a slot by key beside the stack.
+            # PyTorch keeps infrastructure modes, such as FakeTensorMode, in slots beside the stack.
             torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
         for _ in self.function:
             torch._C._pop_torch_function_stack()
@@ -717,10 +717,9 @@ DRAWS_IN_OTHER_THREAD = "a layer draws random numbers in a thread that it starte
 def _context() -> InterceptedDraws:
     if (thread_context := _active.get(threading.get_ident())) is not None:
         return thread_context
-    # a thread that a layer started, such as TorchScript's, inherits the key but has no context
-    # Nothing but the kind of its creator is known of such a thread: with a single candidate there
-    # is no doubt.
-    # a copy: other threads enter and leave meanwhile
+    # A thread that a layer started, such as TorchScript's, inherits the key but has no context.
+    # Its creator is one of the active threads; with a single candidate there is no doubt. The list
+    # is a copy, because other threads enter and leave meanwhile.
     active = [context for context in list(_active.values()) if context.for_other_threads]
     if torch._C._current_graph_task_id() != -1:  # or autograd's thread for a GPU
         active = [context for context in active if context.in_backward][:1]

@@ -223,7 +223,7 @@ class StateTable:
             tree_map_only(TensorInfo, lambda info: info.empty("meta"), part.optimizer)
             for part in parts
         ]
-        # With its tensors; those of the others are only described.
+        # Only these entries have tensors; the other ranks' entries describe theirs.
         trees[self.rank] = optimizer_state
         self.optimizer = _merged(trees, model)
         infos: dict[Key, TensorInfo] = {}

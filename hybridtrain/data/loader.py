@@ -571,7 +571,7 @@ def in_order_of_replicas(batches: Sequence[Batch]) -> list[Batch]:
         if any(batches[number].inputs.shares[place].ahead for number, place in chosen):
             return list(batches)  # already in this order
         shares = [
-            # Its random numbers are those of the batch that it came from.
+            # It draws the random numbers of the batch that it came from.
             batches[number].inputs.shares[place]._replace(ahead=number - turn)
             for number, place in chosen
         ]

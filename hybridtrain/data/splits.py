@@ -233,7 +233,7 @@ def _evaluated_alone(
         return None
     finally:
         _TRAINED_ON.reset(token)
-    # The classes stay those of the trained model: its outputs are numbered by them.
+    # The trained model's classes number its outputs, so other data keeps them.
     of_data = {name: value for name, value in splits.metadata.items() if name not in _OF_CLASSES}
     if "longest" in metadata and "longest" in of_data:  # of all samples of the run
         of_data["longest"] = max(metadata["longest"], of_data["longest"])

@@ -98,28 +98,28 @@ def arguments_of(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[
     Raises:
         BatchError: `module.forward` cannot be called with `inputs`.
     """
-    known = signature_of(module.forward)
-    if type(inputs) is dict and (names := known.passed.get(tuple(inputs))) is not None:
+    signature = signature_of(module.forward)
+    if type(inputs) is dict and (names := signature.passed.get(tuple(inputs))) is not None:
         return tuple([inputs[name] for name in names[0]]), {k: inputs[k] for k in names[1]}
-    signature = known.of_forward
-    parameters = list(signature.parameters.values())
+    of_forward = signature.of_forward
+    parameters = list(of_forward.parameters.values())
     attempts: list[tuple[Sequence[Any], Mapping[Any, Any]]] = [((inputs,), {})]
     if isinstance(inputs, Mapping):
-        is_value = not any(key in signature.parameters for key in inputs)
+        is_value = not any(key in of_forward.parameters for key in inputs)
         attempts = [((), inputs), *(attempts if is_value else [])]
     elif isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
         takes_several = sum(p.kind in _POSITIONAL for p in parameters) > 1
-        if takes_several or known.takes_args:
+        if takes_several or signature.takes_args:
             attempts = [(inputs, {})]
     for args, kwargs in attempts:
         with suppress(TypeError):  # also if a key is not a string
-            bound = signature.bind(*args, **kwargs)
+            bound = of_forward.bind(*args, **kwargs)
             if kwargs and type(inputs) is dict:
                 count = len(bound.args)
-                known.passed[tuple(inputs)] = list(bound.arguments)[:count], list(bound.kwargs)
+                signature.passed[tuple(inputs)] = list(bound.arguments)[:count], list(bound.kwargs)
             return bound.args, bound.kwargs
     raise BatchError(
-        f"cannot call {type(module).__name__}.forward{signature} with the inputs of this "
+        f"cannot call {type(module).__name__}.forward{of_forward} with the inputs of this "
         f"batch, a {type(inputs).__name__}: pass one value, a tuple of positional "
         "arguments, or a dict of keyword arguments"
     )

@@ -333,7 +333,7 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """
     recipes = [part.recipe for part in parts if isinstance(part, LazyLogits) and _is_lazy(part)]
     kinds = {(r.softcap, r.factor, r.class_dim, r.dtype, len(r.terms)) for r in recipes}
-    # Along dimension 0 samples are joined, so it must not be that of the classes.
+    # Samples are joined along dimension 0, so the classes must be in another dimension.
     if len(recipes) < len(parts) or len(kinds) > 1 or not recipes[0].class_dim:
         return torch.cat(without_lazy(list(parts)))
     terms = tuple(

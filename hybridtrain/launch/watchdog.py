@@ -339,7 +339,7 @@ class Liveness:
                 if known is None or known.count != sign.count:
                     self._changed[rank] = self._clock()
                 self._signs[rank] = sign
-        # Also without a request: this thread has come back from those of its last tick, in `_run`.
+        # Also without a request: `_run` calls this when the requests of its last tick are answered.
         # The guard reads it, in the other thread.
         self._answered = self._clock()
 

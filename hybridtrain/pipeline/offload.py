@@ -161,7 +161,7 @@ class SavedStorage:
         """Adds a tensor."""
         offset, per_line = int(tensor.storage_offset()), _ALIGNMENT // self.dtype.itemsize
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
-        # Rounded down, so that what comes back is aligned as it was.
+        # Rounded down, so that the tensor that comes back has its old alignment.
         self.begin = min(self.begin, offset // per_line * per_line)
         self.end = max(self.end, offset + sum((n - 1) * step for n, step in sizes) + 1)
         self._tensors.append(ref(saved))

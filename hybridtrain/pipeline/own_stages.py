@@ -150,7 +150,7 @@ def _own_part(
     }
     net = construct_part(build, names.__contains__)
     planned = make_planner(net).layers_of(plan)
-    # The names were taken from the outline, so they would be those of other layers.
+    # The names were taken from the outline, so they would name other layers.
     if planned.units != expected.units:
         raise SplitError("its layers depend on values")
     return OwnStages(net, plan, planned)

@@ -549,8 +549,8 @@ class Pipeline:
         world = self._world
         if world.pipeline_group is not None:
             return norm_over_processes(
-                # All parameters, those of other processes as meta tensors: the order decides how
-                # the norm rounds.
+                # All parameters, also the meta tensors of other processes' stages: the order
+                # decides how the norm rounds.
                 list(self._net.parameters()),
                 world.pipeline_group,
                 self.output_device,

@@ -122,7 +122,7 @@ class Record:
         for before, after in zip(*self._runs[:2], strict=False):
             if not _agree(before, after):
                 # later layers may differ because of an exempt layer
-                # The order is that of the forward, so the first difference is the cause of the
+                # In the order of the forward, so the first difference is the cause of the
                 # later ones.
                 return None if exempt(before.layer) else before.layer
         return None

@@ -1,15 +1,10 @@
-import io
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TextIO
 
 import pytest
-from hydra._internal.core_plugins import importlib_resources_config_source as packaged
-from omegaconf import DictConfig, ListConfig, OmegaConf
 from support.launch import SMALL, logging_as_before
 
 from hybridtrain.cli import main
@@ -25,22 +20,6 @@ def as_a_user_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "argv", ["hybridtrain"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with logging_as_before():
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def each_packaged_config_is_parsed_once() -> Iterator[None]:
-    """Keeps what the YAML texts in the package say, which Hydra reads anew for each command."""
-    parsed: dict[str, Any] = {}
-
-    def load(file: TextIO) -> DictConfig | ListConfig:
-        text = file.read()
-        if text not in parsed:
-            parsed[text] = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
-        return OmegaConf.create(parsed[text])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packaged, "OmegaConf", SimpleNamespace(load=load))
         yield
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from hybridtrain.launch import free_port
 
 PRELOADED = [
-    *("torch", "torch._dynamo", "torchmetrics", "pytest"),
+    *("torch", "torch._dynamo", "pytest"),
     *("hybridtrain.loop.trainer", "hybridtrain.smp", "hybridtrain.cli.command_line"),
     *("hybridtrain.cli.commands.train", "torchmetrics"),
 ]

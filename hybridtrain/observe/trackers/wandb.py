@@ -101,7 +101,7 @@ class WandB(QueuedTracker):
 
     def values(self, step: int, values: Mapping[str, float]) -> None:
         """Reports values by tag; W&B's step is the optimizer step."""
-        # A resumed run's step is that of the last accepted report.
+        # A resumed run reports the step of its last accepted report.
         if step >= self._run.step:
             self._run.log(dict(values), step=step)
 

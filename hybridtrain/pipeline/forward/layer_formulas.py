@@ -107,7 +107,8 @@ class LayerFormulas:
         Args:
             run: runs the layer.
         """
-        if len(self._examples) < _EXAMPLES:  # the last is none, or another call has learned
+        # if the last run was no example, or another call has learned
+        if len(self._examples) < _EXAMPLES:
             return
         examples, self._examples = self._examples, {}
         self._attempts += 1
@@ -149,10 +150,9 @@ class _Formula:
                 for column in self._columns
             ],
         )
-        known = self._answer.output
-        if not output.has_structure_of(known) or kinds_of(output.formats) != kinds_of(
-            known.formats
-        ):
+        example_output = self._answer.output
+        same_kinds = kinds_of(output.formats) == kinds_of(example_output.formats)
+        if not (same_kinds and output.has_structure_of(example_output)):
             raise ValueError("a run with symbols returns something else")
         self._compute = sizes.formula(numbers_of(output.formats))
         confirmed = 0

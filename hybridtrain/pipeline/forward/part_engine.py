@@ -251,8 +251,8 @@ class PartEngine(ForwardEngine):
         ]
         install([module for of_stage in modules for module in of_stage])
         install([copy.get_submodule(name) for name in planned.opened.values()])
-        known = LayersOfCopy()
-        runs = {stage: RehearsedLayers(of_stage, known) for stage, of_stage in enumerate(modules)}
+        layers = LayersOfCopy()
+        runs = {stage: RehearsedLayers(of_stage, layers) for stage, of_stage in enumerate(modules)}
         parameters = dict(copy.named_parameters())
         owners = {
             id(parameters[name]): model.owners[id(parameter)]

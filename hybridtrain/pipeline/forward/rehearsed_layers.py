@@ -66,21 +66,21 @@ class RehearsedLayers:
 
     Args:
         modules: the modules of the layers, in the copy of the model.
-        known: what is known of the layers of all stages.
+        layers: what is known of the layers of all stages.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], known: LayersOfCopy) -> None:
+    def __init__(self, modules: Sequence[nn.Module], layers: LayersOfCopy) -> None:
         self._modules = modules
-        self._known = known
-        self._structures = [known.number_of(module) for module in modules]
+        self._layers = layers
+        self._structures = [layers.number_of(module) for module in modules]
 
     def run(self, position: int, trip: RehearsalTrip, args: Any, kwargs: Any) -> Any:
         """Returns what a layer returns, on fake tensors."""
         assert trip.layer is not None
         device, stashes = trip._model.devices[0], trip.layer.stashes
-        given, spec = tree_flatten((args, kwargs))
-        leaves = [trip._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in given]
-        if any(map(is_not, leaves, given)):
+        originals, spec = tree_flatten((args, kwargs))
+        leaves = [trip._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in originals]
+        if any(map(is_not, leaves, originals)):
             args, kwargs = tree_unflatten(leaves, spec)
         formats = [ValueFormat.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         state = ThreadState.capture()
@@ -137,7 +137,7 @@ class RehearsedLayers:
                 _contents_of(leaf, objects) for leaf in formats if type(leaf) is not ValueFormat
             )
             key = self._structures[position], spec, kinds_of(formats), others, state
-            return self._known.formulas(key)
+            return self._layers.formulas(key)
         except (TypeError, RecursionError):  # contents that are unknown, or cannot be compared
             return None
 
@@ -176,12 +176,10 @@ def _is_separate(returned: Any, arguments: Sequence[Any]) -> bool:
 
     Otherwise a change of one changes the other, which tensors that only stand for them would not.
     """
-    given = {id(leaf): storage_id(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
-    made = {
-        id(leaf): storage_id(leaf) for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)
-    }
-    memory = [number for key, number in made.items() if key not in given]
-    return len(set(memory)) == len(memory) and not {*memory} & {*given.values()}
+    of_arguments = {id(leaf): storage_id(leaf) for leaf in arguments if isinstance(leaf, Tensor)}
+    new = {id(leaf): leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)}
+    storages = [storage_id(leaf) for key, leaf in new.items() if key not in of_arguments]
+    return len(set(storages)) == len(storages) and not {*storages} & {*of_arguments.values()}
 
 
 def _contents_of(value: Any, objects: dict[int, int]) -> Hashable:
@@ -250,8 +248,8 @@ def _own_attributes(part: nn.Module) -> list[tuple[str, Any]]:
 def attributes_of(net: nn.Module) -> Hashable:
     """Returns what shows that code has changed a model.
 
-    Its modules, their attributes, those of other objects such as a config, and how many values
-    lists and tables have.
+    Its modules, their attributes, the attributes of other objects such as a config, and the lengths
+    of lists and tables.
     """
     facts: list[Any] = []
     objects: dict[int, Hashable] = {}
