@@ -45,7 +45,7 @@ The first step of a kind also sends the formats of its messages (`messages`); la
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -345,12 +345,12 @@ class FirstMessage:
         self._numbers: dict[Hashable, int] = {}  # of the kinds, in the first process
         self._kinds = 0  # how many it has numbered
 
-    def pass_on(self, step: Step, kind_of: Callable[[Step], Hashable]) -> tuple[int, list[Pending]]:
+    def pass_on(self, step: Step, kind: Hashable = None) -> tuple[int, list[Pending]]:
         """Returns the number of the step's kind, and the send of the message, if any.
 
         Args:
             step: the step.
-            kind_of: returns the kind of a step; called in the first process.
+            kind: the kind of the step, in the first process.
 
         Raises:
             BatchError: the first process has a different number of micro-batches, so this one would
@@ -362,13 +362,13 @@ class FirstMessage:
             # Written into the memory of `numbers`, which is the same.
             wait(begin_receive([self._message], world, rank - 1))
         else:
-            numbers[:2] = self._number_of(kind_of(step)), chunks
+            numbers[:2] = self._number_of(kind), chunks
             numbers[2:] = BatchCheck.NO_BATCH
         if step.batch_check is not None:
             numbers[2:] = step.batch_check.merge(numbers[2:].tolist())
         is_last = rank + 1 == world.processes_per_replica
         sending = [] if is_last else begin_send([self._message], world, rank + 1)
-        kind, chunks_of_first = numbers[:2].tolist()
+        number, chunks_of_first = numbers[:2].tolist()
         if chunks_of_first != chunks:
             raise BatchError(
                 f"this process has {counted(chunks, 'micro-batch', 'es')} in a step, and the first "
@@ -378,7 +378,7 @@ class FirstMessage:
                 "samples, or pass your own DataLoader to OwnLoader, which tells all processes the "
                 "number"
             )
-        return kind, sending
+        return number, sending
 
     def _number_of(self, kind: Hashable) -> int:
         """Returns the number of a kind, in the first process."""

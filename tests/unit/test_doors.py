@@ -120,6 +120,7 @@ INSIDE = """
     partitioning.planner unit/partitioning/test_no_trace.py
     # pipeline: the parts of a stage: messages, random numbers, backward in parts
     pipeline.forward.stage unit/pipeline/test_split_backward.py
+    pipeline.message_wire distributed/workers/across_processes.py
     pipeline.message_wire unit/pipeline/test_order_of_messages.py
     pipeline.message_wire unit/pipeline/test_stand_in_nccl.py
     pipeline.layer_rng support/matrix.py unit/launch/test_gpu_faults.py

@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
+from hybridtrain._base import codec
 from hybridtrain._base.python_draws import watched_python_draws
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.torch_private import (
@@ -33,7 +35,7 @@ from hybridtrain.partitioning import PlannedLayers, copy_of, fake_like
 from hybridtrain.pipeline.engine import Step
 from hybridtrain.pipeline.forward.engine import ForwardEngine, StepRun
 from hybridtrain.pipeline.forward.layers import install
-from hybridtrain.pipeline.forward.part_transport import MessageTransport, Transport, without_values
+from hybridtrain.pipeline.forward.part_transport import MessageTransport, Transport, outline
 from hybridtrain.pipeline.forward.part_trip import (
     PartTrip,
     RehearsalTrip,
@@ -126,9 +128,9 @@ class PartEngine(ForwardEngine):
     def run(self, step: Step) -> list[Any]:
         """Executes this process's part of `step`; see `Engine.run`."""
         schedule = step.schedule
-        inputs = self.transport.begin_step(step, self._kind_of_step)
+        inputs, kinds = self.transport.begin_step(step, self._kinds)
         step = step._replace(source=inputs.__getitem__)
-        self.rehearsals = self.rehearse(step)
+        self.rehearsals = self._rehearsals(step, kinds)
         self.transport.agree(self.rehearsals)
         values = super().run(step)
         self.transport.end_step()
@@ -152,9 +154,13 @@ class PartEngine(ForwardEngine):
 
     def rehearse(self, step: Step) -> list[Rehearsal]:
         """Returns the rehearsal of each micro-batch; runs those of new kinds."""
+        outlines = [outline(step.source(number)) for number in range(step.schedule.chunks)]
+        return self._rehearsals(step, self._kinds(step, outlines))
+
+    def _rehearsals(self, step: Step, kinds: Sequence[Hashable]) -> list[Rehearsal]:
         model: list[Model] = []  # a copy, made once if it is needed
         rehearsals = []
-        for microbatch, kind in enumerate(self._kind_of_step(step)):
+        for microbatch, kind in enumerate(kinds):
             rehearsal = self.known.get(kind)
             if rehearsal is None:
                 model = model or [self._copy()]
@@ -165,14 +171,16 @@ class PartEngine(ForwardEngine):
             rehearsals.append(rehearsal)
         return rehearsals
 
-    def _kind_of_step(self, step: Step) -> tuple[Hashable, ...]:
+    def _kinds(self, step: Step, outlines: Sequence[Any]) -> tuple[Hashable, ...]:
         """Returns what the code of each micro-batch's forward depends on."""
         state = step.thread_state, step.schedule.trains, self._modes_of_modules
-        kinds = []
-        for microbatch in range(step.schedule.chunks):
-            inputs = tree_map(without_values, step.source(microbatch), is_leaf=is_elsewhere)
-            leaves, spec = tree_flatten(inputs, is_leaf=is_elsewhere)
-            kinds.append((spec, state, tuple(map(_fact, leaves))))
+        kinds: list[Hashable] = []
+        for inputs in outlines:
+            if isinstance(inputs, Tensor | InputElsewhere):  # most often
+                kinds.append((state, _fact(inputs)))
+            else:
+                leaves, spec = tree_flatten(inputs, is_leaf=is_elsewhere)
+                kinds.append((state, spec, *map(_fact, leaves)))
         return tuple(kinds)
 
     @property
@@ -275,11 +283,18 @@ def _fact(leaf: Any) -> Hashable:
     if isinstance(leaf, InputElsewhere):
         return leaf.form
     if not isinstance(leaf, Tensor):
-        return type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else ""
+        return type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else _encoded(leaf)
     form = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     if leaf.device.type != "cpu":  # reading a number would wait for the device
         return form
     return *form, bool(leaf.all()), bool(leaf.any())
+
+
+def _encoded(value: Any) -> bytes:
+    """Returns what the other processes get of an input, such as a member of an enum."""
+    with suppress(codec.CodecError):  # the first message with it raises it as an error of the user
+        return codec.encode(value)
+    return b""
 
 
 class PartRun(StepRun):

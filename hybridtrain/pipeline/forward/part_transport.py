@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hybridtrain.errors import SplitError, setting
 from hybridtrain.launch import LaneActivity
 from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.engine import Step
-from hybridtrain.pipeline.forward.part_trip import is_of_first_stage
+from hybridtrain.pipeline.forward.part_trip import is_elsewhere, is_of_first_stage
 from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal, ValueFormat
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.message_wire import (
@@ -40,6 +40,9 @@ from hybridtrain.world import World
 
 _INPUTS = Action("F", 0, 0)
 """Where the format of the inputs is among the formats: the first stage gets no message."""
+
+
+KindsOf = Callable[[Step, Sequence[Any]], Sequence[Hashable]]
 
 
 class Wire(Protocol):
@@ -61,16 +64,16 @@ class Wire(Protocol):
 class Transport(Protocol):
     """Connects a process to the others of its pipeline."""
 
-    def begin_step(self, step: Step, kind_of: Callable[[Step], Hashable]) -> list[Any]:
+    def begin_step(self, step: Step, kinds_of: KindsOf) -> tuple[list[Any], Sequence[Hashable]]:
         """Begins a step.
 
         Args:
             step: the step.
-            kind_of: returns the kind of a step; called in the first process.
+            kinds_of: returns the kind of each micro-batch of a step, from its `outline`.
 
         Returns:
-            the inputs of each micro-batch; in later processes, an `InputElsewhere` in the place of
-            each floating-point tensor.
+            the inputs of each micro-batch, which are outlines in later processes than the first,
+            and the kinds.
         """
         ...
 
@@ -111,12 +114,27 @@ class MessageTransport:
         self._is_new = False
         self._held: list[Tensor] = []  # until it is sent
 
-    def begin_step(self, step: Step, kind_of: Callable[[Step], Hashable]) -> list[Any]:
+    def begin_step(self, step: Step, kinds_of: KindsOf) -> tuple[list[Any], Sequence[Hashable]]:
         """See `Transport`."""
-        number, self._sending = self._first_message.pass_on(step, kind_of)
-        self._formats = formats_of(self._known, number)
+        if self._world.pipeline_rank:
+            number, self._sending = self._first_message.pass_on(step)
+            self._follow(number)
+            inputs = self._receive_inputs()
+            return inputs, kinds_of(step, inputs)
+        inputs = [step.source(microbatch) for microbatch in range(step.schedule.chunks)]
+        outlines = list(map(outline, inputs))
+        tensors, order = distinct(outlines)
+        kinds = kinds_of(step, outlines)
+        # A tensor that occurs twice is sent once, so where it does is part of the message's format.
+        number, self._sending = self._first_message.pass_on(step, (kinds, order))
+        self._follow(number)
+        self._send_inputs(outlines, tensors)
+        return inputs, kinds
+
+    def _follow(self, kind: int) -> None:
+        """Takes up the formats of a kind of step."""
+        self._formats = formats_of(self._known, kind)
         self._is_new = _INPUTS not in self._formats
-        return self._share_inputs(step)
 
     def agree(self, rehearsals: Sequence[Rehearsal]) -> None:
         """See `Transport`."""
@@ -142,31 +160,41 @@ class MessageTransport:
                 "they cannot be"
             )
 
-    def _share_inputs(self, step: Step) -> list[Any]:
-        world, rank = self._world, self._world.pipeline_rank
-        expected = self._formats.get(_INPUTS)
-        if rank:
-            form = expected or receive_format(world, rank - 1)
-            received = [empty(tensor_form, world.wire_device) for tensor_form in form.tensors]
-            parts = [dense(t, f) for t, f in zip(received, form.tensors, strict=True)]
-            wait(begin_receive(parts, world, rank - 1))
-            inputs: list[Any] = unpack(form, received, world.devices[0])
-        else:
-            inputs = [step.source(microbatch) for microbatch in range(step.schedule.chunks)]
-            form, tensors = pack(tree_map(without_values, inputs), True, expected)
-            parts = [
-                dense(t, f).to(wire_device(f, world.wire_device))
+    def _send_inputs(self, outlines: list[Any], tensors: list[Tensor]) -> None:
+        if self._is_new:
+            self._formats[_INPUTS], tensors = pack(outlines, True)
+        device = self._world.wire_device
+        form = self._formats[_INPUTS]
+        self._pass_on(
+            [
+                dense(t, f).to(wire_device(f, device))
                 for t, f in zip(tensors, form.tensors, strict=True)
             ]
-        self._formats[_INPUTS] = form
-        if rank + 1 < world.processes_per_replica:
-            if expected is None:
-                works, held = begin_send_format(form, world, rank + 1)
-                self._sending += works
-                parts = [*parts, *held]
-            self._sending += begin_send(parts[: len(form.tensors)], world, rank + 1)
-        self._held = parts  # until they are sent
+        )
+
+    def _receive_inputs(self) -> list[Any]:
+        world, before = self._world, self._world.pipeline_rank - 1
+        if self._is_new:
+            self._formats[_INPUTS] = receive_format(world, before)
+        form = self._formats[_INPUTS]
+        tensors = [empty(tensor_form, world.wire_device) for tensor_form in form.tensors]
+        parts = [dense(t, f) for t, f in zip(tensors, form.tensors, strict=True)]
+        wait(begin_receive(parts, world, before))
+        inputs: list[Any] = unpack(form, tensors, world.devices[0])
+        self._pass_on(parts)
         return inputs
+
+    def _pass_on(self, parts: list[Tensor]) -> None:
+        """Sends inputs to the next process, and their format in the first step of a kind."""
+        world, after = self._world, self._world.pipeline_rank + 1
+        self._held = parts  # until they are sent
+        if after == world.processes_per_replica:
+            return
+        if self._is_new:
+            works, held = begin_send_format(self._formats[_INPUTS], world, after)
+            self._sending += works
+            self._held = [*parts, *held]
+        self._sending += begin_send(parts, world, after)
 
     def wire(
         self,
@@ -184,6 +212,28 @@ class MessageTransport:
         self._sending, self._held = [], []
 
 
-def without_values(leaf: Any) -> Any:
-    """Returns what other processes than the first get of an input."""
+def outline(inputs: Any) -> Any:
+    """Returns what other processes than the first get of the inputs of a micro-batch.
+
+    An `InputElsewhere` in the place of each floating-point tensor.
+    """
+    return _outline(inputs) if isinstance(inputs, Tensor) else tree_map(_outline, inputs)
+
+
+def _outline(leaf: Any) -> Any:
     return InputElsewhere(ValueFormat.of(leaf)) if is_of_first_stage(leaf) else leaf
+
+
+def distinct(outlines: Sequence[Any]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Returns the tensors of outlines once each, and for each place the index of its tensor."""
+    index_of: dict[int, int] = {}
+    tensors: list[Tensor] = []
+    order: list[int] = []
+    # Most often each outline is an `InputElsewhere` itself.
+    for leaf in tree_leaves([each for each in outlines if not is_elsewhere(each)], is_elsewhere):
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in index_of:
+                index_of[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+            order.append(index_of[id(leaf)])
+    return tensors, tuple(order)

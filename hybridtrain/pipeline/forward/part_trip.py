@@ -17,7 +17,7 @@ missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ from hybridtrain.graph import Layer
 from hybridtrain.partitioning import copy_of
 from hybridtrain.pipeline.autograd_graph import edge_of
 from hybridtrain.pipeline.engine import HeadOutput
-from hybridtrain.pipeline.forward.glue import DESCRIBING, PLAIN, Cut, CutValue, Glue
+from hybridtrain.pipeline.forward.glue import DESCRIBING, DEVICE, PLAIN, Cut, CutValue, Glue
 from hybridtrain.pipeline.forward.layer_formulas import Answer
 from hybridtrain.pipeline.forward.rehearsal import (
     InputElsewhere,
@@ -92,7 +92,8 @@ class NumberingGlue(Glue):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         trip = self._trip
-        if trip is None or self.is_off or func in DESCRIBING:
+        # A stand-in tells its device too: that of this process.
+        if trip is None or self.is_off or func in DESCRIBING or func is DEVICE:
             return func(*args, **kwargs or {})
         assert isinstance(trip, NumberedTrip)
         with self.off():
@@ -136,16 +137,25 @@ class NumberedTrip(Trip):
         """Whether custom autograd functions, which modes do not see, are looked at."""
         return self.is_in_forward and self.layer is None and not self.glue.is_off
 
+    def note_own(self, *values: Any) -> None:
+        """See `StageValues`; an input that only the first process has is of no stage here."""
+        super().note_own(*[value for value in values if not is_elsewhere(value)])
+
     def numbered_inputs(self, arguments: Any) -> Any:
         """Returns the arguments of the forward; floating-point ones are values of the first stage.
 
         See `is_of_first_stage`.
         """
+        args, kwargs = arguments
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor | InputElsewhere):
+            return ((self._numbered(args[0], 0),), kwargs)  # most often
         leaves, spec = tree_flatten(arguments, is_leaf=is_elsewhere)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, InputElsewhere) or is_of_first_stage(leaf):
-                leaves[place] = self._input(leaf, (0, place))
-        return tree_unflatten(leaves, spec)
+        return tree_unflatten([self._numbered(leaf, n) for n, leaf in enumerate(leaves)], spec)
+
+    def _numbered(self, leaf: Any, place: int) -> Any:
+        if isinstance(leaf, InputElsewhere) or is_of_first_stage(leaf):
+            return self._input(leaf, (0, place))
+        return leaf
 
     def _input(self, value: Tensor | InputElsewhere, number: Number) -> Tensor:
         """Returns what the forward gets as an input of the first stage: here, a fake tensor."""
@@ -200,10 +210,24 @@ class NumberedTrip(Trip):
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs an operation between layers."""
+        if self._are_own(args) and (not kwargs or self._are_own(kwargs.values())):
+            result = func(*args, **kwargs)
+            self.note(result, {})
+            return result
         (args, kwargs), replaced, is_fake = self._arguments_here((args, kwargs))
         result = self.on_fakes(func, args, kwargs) if is_fake else func(*args, **kwargs)
         self.note(result, replaced)
         return result
+
+    def _are_own(self, values: Iterable[Any]) -> bool:
+        """Returns whether values are plain ones and tensors that the stage has itself."""
+        for value in values:
+            if type(value) is Tensor:
+                if self._taken(value) is not value:
+                    return False
+            elif type(value) not in PLAIN:
+                return False
+        return True
 
     def on_fakes(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns the result of a call on fake tensors; where it needs values, of a call on zeros.
@@ -258,6 +282,8 @@ class NumberedTrip(Trip):
 
     def output_here(self, output: Any) -> Any:
         """Returns the output of the model with what the last stage has of its tensors."""
+        if isinstance(output, Tensor):
+            return self._taken(output)
         leaves, spec = tree_flatten(output)
         values = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return tree_unflatten(values, spec)
@@ -351,7 +377,9 @@ class RehearsalTrip(NumberedTrip):
         with self.glue.off():
             leaves_of(output)  # registers dataclasses
             self.output_here(output)  # the loss may use any of it
-        if self._last and any(fake._version != version for fake, version in self._inputs):
+            # Not between layers, where a question is a use: the inputs would cross all borders.
+            is_changed = any(fake._version != version for fake, version in self._inputs)
+        if self._last and is_changed:
             raise SplitError(
                 "a later stage than the first changes an input of the model in place, but with "
                 f"{setting('engine', 'distributed')} only the first process has the input: change "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,7 +20,7 @@ from hybridtrain.pipeline.agreement import BatchCheck
 from hybridtrain.pipeline.engine import Head, Source, Step
 from hybridtrain.pipeline.forward.build import build_forward_stages, forward_engine, of_other_code
 from hybridtrain.pipeline.forward.part_engine import PartEngine
-from hybridtrain.pipeline.forward.part_transport import Wire, without_values
+from hybridtrain.pipeline.forward.part_transport import KindsOf, Wire, outline
 from hybridtrain.pipeline.forward.rehearsal import Rehearsal
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.layer_rng import LayerRNG
@@ -56,12 +56,10 @@ class _QueueTransport:
         self._is_first = is_first
         self._queues = queues
 
-    def begin_step(self, step: Step, kind_of: Callable[[Step], Hashable]) -> list[Any]:
+    def begin_step(self, step: Step, kinds_of: KindsOf) -> tuple[list[Any], Sequence[Hashable]]:
         inputs = [step.source(number) for number in range(step.schedule.chunks)]
-        if self._is_first:
-            return inputs
-        elsewhere: list[Any] = tree_map(without_values, inputs)
-        return elsewhere
+        outlines = list(map(outline, inputs))
+        return inputs if self._is_first else outlines, kinds_of(step, outlines)
 
     def agree(self, rehearsals: Sequence[Rehearsal]) -> None:
         pass

@@ -179,7 +179,8 @@ class LayerOutput:
                     tensor = made[leaf.number] = fake_of(form, mode, device)
                 leaf = tensor
             leaves.append(leaf)
-        return tree_unflatten(leaves, self._spec)
+        # Most layers return a single tensor.
+        return leaves[0] if self._spec.is_leaf() else tree_unflatten(leaves, self._spec)
 
 
 class _Given(NamedTuple):

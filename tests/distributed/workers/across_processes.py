@@ -7,6 +7,7 @@ import tempfile
 import time
 from dataclasses import replace
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from hybridtrain import HybridModel, World
+from hybridtrain import HybridModel, World, shared
 from hybridtrain._base.torch_private import get_default_store
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.checkpoint import restore_checkpoint as restore
@@ -45,6 +46,7 @@ from hybridtrain.errors import BatchError, ConfigError, WorldError
 from hybridtrain.loop import evaluate
 from hybridtrain.loss import Accuracy, cross_entropy
 from hybridtrain.pipeline import read_timelines, timeline
+from hybridtrain.pipeline.message_wire import MessageWire
 from hybridtrain.schedule import Account
 from hybridtrain.step import StepInProgress
 from hybridtrain.step.non_finite import find_origin
@@ -264,6 +266,55 @@ class AsksForSizes(nn.Module):
         if x.shape[0] % 2:
             h = h + first
         return self.head(h + torch.ones(1, 6).expand(len(x), -1))
+
+
+class Unit(Enum):
+    METRES = 1.0
+    FEET = 3.28
+
+
+class TakesInputsLate(nn.Module):
+    """Its last stage uses what only the first process has read."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, x, one, other, unit):
+        h = self.last(self.first(x).tanh())
+        return h * unit.value + one - other / 2
+
+
+def units(rows, seed):
+    """Batches of one form, in which the unit changes, and one tensor is there once or twice."""
+    x, y = classification(8, seed)
+    one = torch.arange(CLASSES)
+    other = one if seed % 3 == 0 else one.roll(1)
+    unit = Unit.FEET if seed % 2 else Unit.METRES
+    return {"x": x, "one": shared(one), "other": shared(other), "unit": unit}, y
+
+
+@cells.add("inputs that the last process uses are those of the step")
+def _late_inputs(world):
+    ours, alone = both(TakesInputsLate, chunks=2, example_inputs=units(8, 0)[0])
+    assert_equal_steps(ours, alone, units, F.cross_entropy, steps=7)
+
+
+@cells.add("an input of the first stage stays in its process")
+def _inputs_stay(world):
+    sent = []
+    send = MessageWire.send
+
+    def noting(wire, to, message):
+        sent.append([len(values) for values in message])
+        send(wire, to, message)
+
+    ours, _ = both(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, CLASSES)), chunks=2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MessageWire, "send", noting)
+        for x in (floats(4, 6), floats(4, 6).requires_grad_()):
+            ours.train_step(x, torch.tensor([0, 1, 2, 0]), F.cross_entropy)
+    assert sent == [[1]] * 4
 
 
 @cells.add("both processes choose the same variant for micro-batches of other sizes", thorough=True)
