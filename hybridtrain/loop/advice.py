@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from hybridtrain._base.text_table import with_unit
@@ -34,6 +35,7 @@ from hybridtrain.schedule import (
     bubble_fraction,
     length,
     make_schedule,
+    mean_costs,
     mean_delays,
     spans_for,
 )
@@ -57,23 +59,28 @@ class RecordedStep:
         account: the step's time breakdown, averaged over the devices.
         schedule: the schedule of one batch.
         spans: the measured spans of that batch, in seconds.
+        computing: the same without the waits for the all-reduce.
         batches: the number of batches in the step, on this replica.
         samples: the size of the largest micro-batch.
         plan: the stages and the costs of their layers.
         options: the pipeline's options.
         workers: the number of data loading workers; None for a user-defined loader.
-        costs: the seconds per micro-batch, by action kind and stage.
     """
 
     account: Account
     schedule: Schedule
     spans: Spans
+    computing: Spans
     batches: int
     samples: int
     plan: Plan
     options: PipelineOptions
     workers: int | None
-    costs: Costs
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The seconds per micro-batch, by action kind and stage."""
+        return mean_costs(self.computing, self.schedule.stages)
 
 
 class Proposal(NamedTuple):

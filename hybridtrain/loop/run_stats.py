@@ -22,7 +22,6 @@ from hybridtrain.schedule import (
     Spans,
     account_of,
     bubble_fraction,
-    mean_costs,
     offloading_on,
     predict,
 )
@@ -275,12 +274,12 @@ class RunStats:
                 mean,
                 self._timelines[-1].schedule,
                 spans,
+                computing,
                 batches=len(self._timelines),
                 samples=samples,
                 plan=self._model.plan,
                 options=self._model.options,
                 workers=None if isinstance(self._train, OwnLoader) else self._train.options.workers,
-                costs=mean_costs(computing, len(self._model.plan.stages)),
             )
             self._recorded.keep(recorded)
             values |= {f"account/{name}_ms": s * 1e3 for name, s in mean._asdict().items()}

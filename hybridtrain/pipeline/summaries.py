@@ -57,9 +57,15 @@ def memory_bytes(pipeline: Pipeline, optimizer: Optimizer | None = None) -> list
     """
     in_flight, world = pipeline.in_flight, pipeline.world
     sums = most_waiting(world.owned_replicas, world.logical_replicas)
+
+    def waiting_bytes(stage: ForwardStage) -> int:
+        if not sums:  # most often
+            return 0
+        return sums * sum(byte_size(p) for p in stage.module.parameters() if p.requires_grad)
+
     return [
         resident_bytes(stage.module, optimizer)
-        + sums * sum(byte_size(p) for p in stage.module.parameters() if p.requires_grad)
+        + waiting_bytes(stage)
         + stage.bytes_in_flight(in_flight[stage.index])
         + (0 if stage.offload is None else stage.offload.most_on_device)
         if (accelerator := accelerator_of(stage.device)) is None

@@ -132,6 +132,8 @@ class Timeline:
     def computing(self) -> tuple[tuple[Span, ...], ...]:
         """Returns the spans without the waits for the all-reduce."""
         spans = self.spans()
+        if not self._reductions:
+            return spans
         computing = tuple(
             tuple(
                 Span(action, start, end - self.reductions.get(action, 0.0))

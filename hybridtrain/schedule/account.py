@@ -79,6 +79,8 @@ class Account(NamedTuple):
     @classmethod
     def mean(cls, accounts: Sequence[Account]) -> Account:
         """Returns the mean over devices or steps."""
+        if len(accounts) == 1:
+            return accounts[0]
         return cls.sum_of(accounts).scaled(1 / len(accounts))
 
 
@@ -110,23 +112,17 @@ def account_of(
         computing[action] = max(0.0, whole[action] - waited)
         of_last = reductions_of_last.get(action, 0.0)
         reduced[action] = min(whole[action], computing[action] + of_last)
-    delays, between = late_starts(schedule, measured)
-    steps: list[tuple[_Times, _Times | None]]
-    # In this order each step adds one cause of waiting to the one before, see the module.
-    steps = [
-        (computing, None), (computing, between), (computing, delays), (reduced, delays),
-        (whole, delays),
-    ]  # fmt: skip
-    lengths = [_length(schedule, *steps[0])]
-    for before, step in pairwise(steps):  # without messages or replicas some are equal
-        lengths.append(lengths[-1] if step == before else _length(schedule, *step))
-    # Each simulated step is at least as long as the previous one, since no action ends earlier.
-    host, messages, reduction, stragglers = (
-        max(0.0, after - before) for before, after in pairwise(lengths)
-    )
-    equal = _equal_stages(schedule, computing)
-    busy_if_equal = sum(equal.values()) / len(schedule.lanes)
-    least_idle = _length(schedule, equal) - busy_if_equal
+    if len(schedule.lanes) == 1:  # nothing to simulate: its actions follow one another
+        computed, ended = sum(computing.values()), sum(reduced.values())
+        busy = sum(whole.values())
+        host, messages = max(0.0, length(measured) - busy), 0.0
+        reduction, stragglers = ended - computed, busy - ended
+        shortest, least_idle = computed, 0.0
+    else:
+        shortest, causes = _causes_of_waiting(schedule, measured, computing, reduced, whole)
+        host, messages, reduction, stragglers = causes
+        equal = _equal_stages(schedule, computing)
+        least_idle = _length(schedule, equal) - sum(equal.values()) / len(schedule.lanes)
     accounts = []
     for lane in schedule.lanes:
         forward = sum(computing[action] for action in lane if action.kind == "F")
@@ -139,7 +135,7 @@ def account_of(
                 if action.kind == "F"
             )
             recomputed_time = min(recomputed_time, backward)
-        idle = max(0.0, lengths[0] - forward - backward)  # absorbs rounding of the sums
+        idle = max(0.0, shortest - forward - backward)  # absorbs rounding of the sums
         bubble = max(0.0, min(least_idle, idle))
         accounts.append(
             Account(
@@ -155,6 +151,34 @@ def account_of(
             )
         )
     return accounts
+
+
+def _causes_of_waiting(
+    schedule: Schedule, measured: Spans, computing: _Times, reduced: _Times, whole: _Times
+) -> tuple[float, list[float]]:
+    """Returns the time of a step of computing alone, and what each cause of waiting adds to it.
+
+    The causes are the host, messages, the all-reduce and slower replicas.
+
+    Args:
+        schedule: the schedule of the step.
+        measured: the measured spans.
+        computing: the durations of actions without the wait for the all-reduce.
+        reduced: those with the wait of the replica that arrived last.
+        whole: those as measured.
+    """
+    delays, between = late_starts(schedule, measured)
+    steps: list[tuple[_Times, _Times | None]]
+    # In this order each step adds one cause of waiting to the one before, see the module.
+    steps = [
+        (computing, None), (computing, between), (computing, delays), (reduced, delays),
+        (whole, delays),
+    ]  # fmt: skip
+    lengths = [_length(schedule, *steps[0])]
+    for before, step in pairwise(steps):  # without messages or replicas some are equal
+        lengths.append(lengths[-1] if step == before else _length(schedule, *step))
+    # Each simulated step is at least as long as the previous one, since no action ends earlier.
+    return lengths[0], [max(0.0, after - before) for before, after in pairwise(lengths)]
 
 
 def mean_delays(schedule: Schedule, measured: Spans) -> tuple[float, float]:

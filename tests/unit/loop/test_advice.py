@@ -8,7 +8,7 @@ from hybridtrain.loop.advice import RecordedStep, advise
 from hybridtrain.loop.run_stats import DeviceAccount, slow_replica
 from hybridtrain.options import PipelineOptions
 from hybridtrain.partitioning import LayerCost, StageOwners, plan
-from hybridtrain.schedule import Account, account_of, make_schedule, mean_costs, simulate
+from hybridtrain.schedule import Account, account_of, make_schedule, simulate
 
 CHUNKS = 32
 
@@ -38,8 +38,7 @@ def recorded(rates, per_device=1, recomputed=0, loss=0.0, **options):
     forward[-1], backward[-1] = forward[-1] * (1 + loss), backward[-1] * (1 + loss)
     spans = simulate(schedule, forward, backward)
     account = Account.mean(account_of(schedule, spans))
-    costs = mean_costs(spans, schedule.stages)
-    return RecordedStep(account, schedule, spans, 1, 1, found, options, None, costs)
+    return RecordedStep(account, schedule, spans, spans, 1, 1, found, options, None)
 
 
 def step_ms(rates, **options):
