@@ -17,7 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +34,7 @@ from hybridtrain._base.microbatch import Unread
 from hybridtrain._base.text_table import counted
 from hybridtrain.data.splits import InMemoryDataset, already_batched
 from hybridtrain.errors import DataError, argument, setting
-from hybridtrain.launch import end_with_parent
+from hybridtrain.launch import end_with_parent, signal_name
 from hybridtrain.options import LoaderOptions
 from hybridtrain.pipeline import DrawsOf, seed_of
 from hybridtrain.world import World
@@ -111,8 +111,8 @@ def fetch(
     if in_memory and whole_batches.collate is already_batched and world.devices[0].type == "cpu":
         # This takes less time than handing a batch over from a thread.
         return (whole_batches.dataset.__getitems__(batch.indices) for batch in batches)
-    # The prefetching thread appends and removes, the main thread reads when a worker has died: both
-    # are single operations of a deque, which are atomic.
+    # The prefetching thread appends and removes, the main thread reads when a worker has died; each
+    # of these is a single operation of a deque, which is atomic.
     requested: deque[Sequence[int]] = deque()
 
     def recorded() -> Iterator[Request]:
@@ -128,7 +128,10 @@ def fetch(
         """Returns the samples that a worker is reading: its first batch not yet received."""
         # PyTorch hands out batches to the workers in turn, and returns them in that order.
         turn = (worker - watched.received) % options.workers
-        return samples_of(dataset, requested[turn] if turn < len(requested) else ())
+        indices: Sequence[int] = ()
+        with suppress(IndexError):  # the other thread has just removed it
+            indices = requested[turn]
+        return samples_of(dataset, indices)
 
     watched = WatchedLoader(
         whole_batches, options, world, reading, lambda: requested and requested.popleft(),
@@ -242,6 +245,7 @@ class WatchedLoader:
         self._reading = reading
         self._on_batch = received
         self._iterator: Any = None
+        self._closing = threading.Lock()
 
     def batches(self) -> Iterator[Any]:
         """Yields the loader's batches; must not run in the main thread."""
@@ -295,7 +299,8 @@ class WatchedLoader:
 
     def close(self, kill: bool = False) -> None:
         """Stops the worker processes; with `kill`, kills them."""
-        iterator, self._iterator = self._iterator, None
+        with self._closing:  # two threads may find a dead worker at the same time
+            iterator, self._iterator = self._iterator, None
         if iterator is not None:
             private.end_loader(iterator, kill)
 
@@ -592,8 +597,7 @@ def describe_batch(tree: Any, depth: int = 2) -> str:
 def worker_ended(number: int, pid: int | None, exitcode: int | None, reading: str) -> DataError:
     """Returns the error of worker process `number`, which ended while it was `reading`."""
     if exitcode is not None and exitcode < 0:
-        name = signal.Signals(-exitcode).name
-        how, why = f"was killed by {name}", ""
+        how, why = f"was killed by {signal_name(-exitcode)}", ""
         if -exitcode == signal.SIGKILL:
             why = (
                 f"; if the machine ran out of memory, lower {argument('workers')} or "

@@ -40,6 +40,7 @@ from hybridtrain.launch.signals import (
     raise_on_signals,
     restore_signals,
     second_signal_ends,
+    signal_name,
     stop_on_signals,
 )
 from hybridtrain.launch.watchdog import Watchdog, current
@@ -75,6 +76,7 @@ __all__ = [
     "restore_signals",
     "say",
     "second_signal_ends",
+    "signal_name",
     "stop_on_signals",
     "store_gone",
     "tell_failure",

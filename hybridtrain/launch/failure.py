@@ -117,7 +117,7 @@ def find_cause(error: BaseException, watchdog: Watchdog) -> Failure | None:
         return None if failure is None else watchdog.store.claim(failure)
     if is_broken:
         # In this order, because `process_gone` watches signs of life for five seconds.
-        failure = _left(watchdog) or watchdog.process_gone(0.0)
+        failure = _left(watchdog) or watchdog.process_gone()
         return None if failure is None else watchdog.store.claim(failure)
     return None
 

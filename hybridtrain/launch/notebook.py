@@ -24,6 +24,7 @@ from hybridtrain._base.files import write_atomically
 from hybridtrain.errors import ConfigError, ProcessFailedError
 from hybridtrain.launch.environment import free_port
 from hybridtrain.launch.process_id import end_with_parent
+from hybridtrain.launch.signals import signal_name
 
 # How long the other processes have to end when one has failed, and after a signal.
 _GRACE_S = 15.0
@@ -255,7 +256,7 @@ def _raise_first_failure(
         )
     if failed is not None:
         code = children[failed].returncode
-        reason = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+        reason = f"exit code {code}" if code > 0 else f"signal {signal_name(-code)}"
         raise ProcessFailedError(
             f"rank {failed} of {len(children)} ended with {reason} and without an exception; its "
             "output is above"

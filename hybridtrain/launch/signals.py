@@ -67,8 +67,16 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
         signal.signal(number, handler)
 
 
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, also of a real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of the real-time signals, Python names the first and the last only
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
 def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    raise KeyboardInterrupt(signal_name(number))
 
 
 @contextmanager
@@ -94,7 +102,7 @@ def stop_on_signals(ask: Callable[[str], None], speaks: bool) -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         nonlocal first
-        name = signal.Signals(number).name
+        name = signal_name(number)
         if number in (signal.SIGINT, signal.SIGTERM):
             now = time.monotonic()
             # The handler runs when the main thread is not blocked; for the other case the thread of
@@ -257,7 +265,7 @@ def _watch_pipe(read_end: int) -> None:
         while _block is block and time.monotonic() < now + _GRACE_S:
             time.sleep(0.05)
         if _block is block:
-            name = signal.Signals(number).name
+            name = signal_name(number)
             say(f"\nended by a second signal, {name}, without saving")
             # In this thread: the main thread is blocked, or it would have left the block.
             end_process(128 + number, wait_for_save=0)

@@ -512,16 +512,16 @@ class Watchdog:
             return "the process is in a call that does not return, or its host is overloaded"
         return "its host or the network to it is down, or the process is stopped"
 
-    def process_gone(self, seconds: float) -> Failure | None:
+    def process_gone(self) -> Failure | None:
         """Returns a failure about a process of another host that has ended, or None.
 
-        Called by the main thread after a broken connection; watches signs of life for `seconds`.
+        Called by the main thread after a broken connection; watches signs of life for some seconds.
         """
         store = self.store
         ranks = range(store.size)
         signs_before = store.signs(ranks)
         # Longer than two beats: one may be late.
-        time.sleep(max(seconds, 2.5 * BEAT_S))
+        time.sleep(2.5 * BEAT_S)
         for rank, before, sign in zip(ranks, signs_before, store.signs(ranks), strict=True):
             if rank != store.rank and sign == before and not store.has_left(rank):
                 return Failure(

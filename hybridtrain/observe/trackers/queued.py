@@ -185,8 +185,9 @@ class QueuedTracker(Tracker):
         while (job := jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # raised by the next report
-                self._error = error
+            except Exception as error:
+                if jobs is self._waiting:  # not abandoned: raised by the next report
+                    self._error = error
                 return
 
 

@@ -47,6 +47,10 @@ def killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def killed_in_real_time():
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+
+
 def ended():
     os._exit(3)
 
@@ -75,6 +79,7 @@ def no_handler_of_another_test():
     [
         (killed, r"worker process 1 \(pid \d+\) .* SIGKILL .*samples "
                  r"4, 5, 6, 7 of Failing.* memory, .*workers="),
+        (killed_in_real_time, r"worker process 1 .* was killed by SIGRTMIN\+3 while loading"),
         (ended, r"worker process 1 \(pid \d+\) .* code 3 .*samples 4, 5, 6, 7 "
                 r"of Failing"),
         (hangs, r"worker process 1 .*samples 4, 5, 6, 7 of Failing .*timeout_s=1 sec"),

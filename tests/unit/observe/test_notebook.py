@@ -1,6 +1,7 @@
 """Runs that are started from a notebook: a real kernel, its cells, and what they show."""
 
 import os
+import re
 import signal
 import threading
 
@@ -111,14 +112,16 @@ def test_what_cannot_be_sent_or_started_is_named():
         notebook_launcher(print, (threading.Lock(),))
 
 
-def test_a_process_that_is_killed_is_named():
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGRTMIN+3"])
+def test_a_process_that_is_killed_is_named(name):
+    number = signal.SIGRTMIN + 3 if "+" in name else signal.Signals[name]
+
     def ends():
         import os
-        import signal
 
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
-    with pytest.raises(ProcessFailedError, match=r"rank 0 of 1 .* signal SIGKILL"):
+    with pytest.raises(ProcessFailedError, match=rf"rank 0 of 1 .* signal {re.escape(name)} "):
         notebook_launcher(ends)
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -283,6 +284,28 @@ def test_a_service_that_refuses_is_one_warning(
     call_hook(service, "on_end", RunOf(3))
     (message,) = caplog.messages
     assert re.fullmatch(r"Service .*: ConnectionError: nobody there", message)
+
+
+def test_an_abandoned_run_does_not_end_the_reports_of_the_next_one(tmp_path: Path) -> None:
+    begun: SimpleQueue[threading.Event] = SimpleQueue()
+
+    class Refusing(Service):
+        def begin(self, *_: Any) -> str:
+            begun.put(answer := threading.Event())
+            answer.wait()
+            raise ConnectionError("nobody there")
+
+    service = Refusing(tmp_path)
+    service.on_start(RunOf())
+    first, thread = begun.get(timeout=30), service._thread
+    service.abandon()
+    service.on_start(RunOf())
+    second = begun.get(timeout=30)
+    first.set()  # the service refuses the first run while the second one begins
+    assert thread is not None
+    thread.join(30)
+    service.on_log(RunOf(1), {"train/loss": 1.0})
+    second.set()
 
 
 def test_reports_that_nobody_takes_do_not_fill_the_memory(
