@@ -96,8 +96,11 @@ class NumberingGlue(Glue):
         if trip is None or self.is_off or func in DESCRIBING or func is DEVICE:
             return func(*args, **kwargs or {})
         assert isinstance(trip, NumberedTrip)
-        with self.off():
+        self.is_off = True
+        try:
             return trip.operation(func, args, kwargs or {})
+        finally:
+            self.is_off = False
 
 
 class NumberedTrip(Trip):
@@ -298,34 +301,36 @@ class NumberedTrip(Trip):
 
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer, or what stands for it."""
-        is_popped = pop_function_mode(self.glue)
+        glue = self.glue
+        is_popped = pop_function_mode(glue)
+        was_off, glue.is_off = glue.is_off, True
         try:
-            with self.glue.off():
-                if place.stage != self.stage:
-                    self.enter(place.stage)
-                replaced: dict[int, Tensor] = {}
-                if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # most often
-                    value = self._taken(args[0])
-                    if value is not args[0]:
-                        replaced[id(value)] = args[0]
-                    args = (value,)
-                else:
-                    (args, kwargs), replaced, _ = self._arguments_here((args, kwargs))
-                if place.pops:
-                    popped = {name: pop(name) for name in place.pops if name not in place.stashes}
-                    for name, value in self._arguments_here(popped)[0].items():
-                        stash(name, value)
-                self.draws.at(place.number, place.unit)
-                self.layer = place
-                try:
-                    output = place.runs.run(place.position, self, args, kwargs)
-                finally:
-                    self.layer = None
-                self.note((output, self.stashed(place)) if place.stashes else output, replaced)
-                return output
+            if place.stage != self.stage:
+                self.enter(place.stage)
+            replaced: dict[int, Tensor] = {}
+            if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:  # most often
+                value = self._taken(args[0])
+                if value is not args[0]:
+                    replaced[id(value)] = args[0]
+                args = (value,)
+            else:
+                (args, kwargs), replaced, _ = self._arguments_here((args, kwargs))
+            if place.pops:
+                popped = {name: pop(name) for name in place.pops if name not in place.stashes}
+                for name, value in self._arguments_here(popped)[0].items():
+                    stash(name, value)
+            self.draws.at(place.number, place.unit)
+            self.layer = place
+            try:
+                output = place.runs.run(place.position, self, args, kwargs)
+            finally:
+                self.layer = None
+            self.note((output, self.stashed(place)) if place.stashes else output, replaced)
+            return output
         finally:
+            glue.is_off = was_off
             if is_popped:
-                push_function_mode(self.glue)
+                push_function_mode(glue)
 
     def stashed(self, place: LayerPlace) -> list[Any]:
         """Returns the values that a layer has stashed for later ones."""
