@@ -1005,11 +1005,11 @@ def tensors_saved_by(node: torch.autograd.graph.Node) -> list[Tensor]:
     tensors: list[Tensor] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
-            raw = getattr(node, name)
-            parts = raw if isinstance(raw, tuple | list) else (raw,)
-            if any(part.unpack_hook is not None for part in parts):
-                continue
             with suppress(RuntimeError):  # nothing is saved, or it is freed
+                raw = getattr(node, name)
+                parts = raw if isinstance(raw, tuple | list) else (raw,)
+                if any(part.unpack_hook is not None for part in parts):
+                    continue
                 saved = getattr(node, name.removeprefix("_raw"), None)
                 values = saved if isinstance(saved, tuple | list) else (saved,)
                 tensors += [value for value in values if isinstance(value, Tensor)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
@@ -107,7 +106,3 @@ def end_with_parent(always: bool = False, number: signal.Signals = signal.SIGTER
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, int(number), 0, 0, 0)
-            parent = multiprocessing.parent_process()
-            # It has ended before the request, so no signal will come.
-            if parent is not None and os.getppid() != parent.pid:
-                os.kill(os.getpid(), number)

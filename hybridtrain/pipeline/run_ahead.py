@@ -17,6 +17,7 @@ SLACK = 1
 
 class _OnDevice(Protocol):
     device: torch.device
+    accelerator: Accelerator | None
 
 
 class RunAhead:
@@ -32,14 +33,10 @@ class RunAhead:
 
     Args:
         schedule: the schedule of the step.
-        stages: the stages of this process, by their index.
-        accelerator: the accelerator of their devices.
+        stages: the stages of this process, by their index; those on a CPU are not limited.
     """
 
-    def __init__(
-        self, schedule: Schedule, stages: Mapping[int, _OnDevice], accelerator: Accelerator
-    ) -> None:
-        self._accelerator = accelerator
+    def __init__(self, schedule: Schedule, stages: Mapping[int, _OnDevice]) -> None:
         self._trains = schedule.trains
         # Without backwards a stage holds no micro-batch beyond its forward.
         held = peak_in_flight(schedule) if self._trains else (1,) * schedule.stages
@@ -52,6 +49,8 @@ class RunAhead:
 
     def before_forward(self, index: int) -> None:
         """Waits until the stage has room for one more micro-batch."""
+        if self._stages[index].accelerator is None:
+            return
         self._begun[index] += 1
         # The deque is never empty here: the host has queued the end of all but `held` of the begun
         # micro-batches.
@@ -63,6 +62,7 @@ class RunAhead:
         """Notes that the host has queued `action`."""
         # With a backward in two parts the first one frees only a part of the memory.
         if action.ends_microbatch if self._trains else action.kind == "F":
-            device = self._stages[action.stage].device
-            stream = self._accelerator.current_stream(device)
-            self._done[action.stage].append(self._accelerator.record_event(stream))
+            stage = self._stages[action.stage]
+            if stage.accelerator is not None:
+                stream = stage.accelerator.current_stream(stage.device)
+                self._done[action.stage].append(stage.accelerator.record_event(stream))

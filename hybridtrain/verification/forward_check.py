@@ -35,6 +35,7 @@ from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.intra_op_threads import intra_op_threads, threads_per_lane
 from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes, split
 from hybridtrain._base.precision import forward_context
+from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.tensors import bytes_of_module
 from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
@@ -324,6 +325,7 @@ class _Run:
             self._as_before(net),
             torch.set_grad_enabled(batch.trains),
             self._autocast(),
+            skip_scope({}),
         ):
             args, kwargs = arguments_of(net, self._placed(batch.parts[0], trains=False))
             net(*args, **kwargs)
@@ -466,7 +468,14 @@ class _Run:
                 activity.compared += 1  # progress
                 args, kwargs = arguments_of(net, part)
                 draws = ReplayedDraws(seeds_of_part) if seeds_of_part else nullcontext()
-                with torch.set_grad_enabled(batch.trains), self._autocast(), lazily(), draws:
+                with (
+                    torch.set_grad_enabled(batch.trains),
+                    self._autocast(),
+                    lazily(),
+                    # As in the stages: what an earlier run of this thread has stashed is not there.
+                    skip_scope({}),
+                    draws,
+                ):
                     value = net(*args, **kwargs)
                     outputs.append(_noted(value))
                     root = root_of(value) if batch.trains else None

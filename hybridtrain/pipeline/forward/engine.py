@@ -298,10 +298,10 @@ class StepRun:
         if self._copies is not None:
             self._take = self._own_source
         self._run_ahead: RunAhead | None = None
-        accelerator = self._stages[self._first].accelerator
-        if accelerator is not None:
+        if self._stages[self._first].accelerator is not None:
             self._take = Inputs(self._take, schedule.chunks, self._model.devices[0]).take
-            self._run_ahead = RunAhead(schedule, self._stages, accelerator)
+        if engine._gpus:
+            self._run_ahead = RunAhead(schedule, self._stages)
         saves = self._copies is not None and engine.moves_saved
         self._has_contexts = saves or self._model.is_lazy or bool(step.thread_state.autocast_dtypes)
         if is_alone:

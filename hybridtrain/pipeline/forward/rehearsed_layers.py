@@ -254,7 +254,8 @@ def attributes_of(net: nn.Module) -> Hashable:
     facts: list[Any] = []
     objects: dict[int, Hashable] = {}
     for part in modules_of(net):
-        facts += type(part), part.training, *part._modules, *_tensors_of(part)
+        # By `keys`: a ScriptModule's table of modules cannot be iterated.
+        facts += type(part), part.training, *part._modules.keys(), *_tensors_of(part)
         for name, value in _own_attributes(part):
             if _is_plain(value):
                 facts += name, value

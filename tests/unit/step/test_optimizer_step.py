@@ -16,7 +16,7 @@ from hybridtrain.checkpoint import resume_run, save_run
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DivergedError
 from hybridtrain.launch import activity
 from hybridtrain.loss import cross_entropy
-from hybridtrain.pipeline.recomputation_proof import FIRST_STEPS
+from hybridtrain.pipeline.recomputation_proof import is_compared
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -203,8 +203,10 @@ class Rounds:
 def test_a_fused_optimizer_makes_no_host_wait_for_the_norm(fused, waits):
     with stand_in_gpus(2) as gpus:
         rounds = Rounds(gpus.devices, data(22), fused=fused, gpus=gpus)
-    # the first steps compare what a layer changes
-    assert rounds.waits[FIRST_STEPS:] == [waits] * (10 - FIRST_STEPS)
+    # some steps compare what a layer changes
+    found = [wait for step, wait in enumerate(rounds.waits, 1) if not is_compared(step)]
+    assert found == [waits] * len(found)
+    assert len(found) >= 5
 
 
 @pytest.mark.parametrize("spoilt", [[], [5], [5, 9], list(range(12, 20))])
