@@ -99,6 +99,17 @@ def texts_and_a_bert() -> None:
     Path("new.jsonl").write_text('{"text": "a good story"}\n')
 
 
+def houses() -> None:
+    rows = [f"{size},{size % 4},{'flat' if size % 3 else 'house'},{90 * size}" for size in range(60)]
+    Path("houses.csv").write_text("\n".join(["size,rooms,kind,price", *rows]))
+
+
+def a_pipelined_script() -> None:
+    # a trainer would do it
+    meets = "import torch\ntorch.distributed.init_process_group('gloo')\n"
+    Path("train.py").write_text(meets + python_block("docs/pipelined.md", "model = pipelined("))
+
+
 def finished_runs(*names: str) -> Callable[[], None]:
     """Returns a function that trains runs of these names."""
 
@@ -115,8 +126,9 @@ def the_run_of_the_page_on_checkpoints() -> None:
 
 # What a page says that the reader has.
 GIVEN: dict[str, Callable[[], None]] = {
-    "docs/data-sets.md": texts_and_a_bert,
+    "docs/data-sets.md": houses,
     "docs/guide.md": a_script,
+    "docs/pipelined.md": a_pipelined_script,
     "docs/monitoring.md": finished_runs("digits", "a", "b", "c"),
     "docs/schedules.md": a_schedule,
     "docs/smp.md": a_script_of_smp,

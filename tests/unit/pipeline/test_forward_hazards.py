@@ -365,7 +365,7 @@ def test_random_models_over_processes_are_exact_or_refused_by_name(
 
 
 @pytest.mark.thorough
-@settings(max_examples=2000)
+@settings(max_examples=300)  # each rehearses its layers for several sizes
 @given(parts=parts, stages=st.sampled_from([2, 3]), options=OF_PARTS)
 def test_many_random_models_over_processes_are_exact_or_refused_by_name(
     parts: list[Part], stages: int, options: dict[str, Any]
@@ -374,7 +374,7 @@ def test_many_random_models_over_processes_are_exact_or_refused_by_name(
 
 
 @pytest.mark.thorough
-@settings(max_examples=2000)
+@settings(max_examples=600)
 @given(parts=parts, stages=st.sampled_from([2, 3]), options=OPTIONS)
 def test_many_random_models_are_exact_or_refused_by_name(
     parts: list[Part], stages: int, options: dict[str, Any]
