@@ -100,7 +100,8 @@ def texts_and_a_bert() -> None:
 
 
 def houses() -> None:
-    rows = [f"{size},{size % 4},{'flat' if size % 3 else 'house'},{90 * size}" for size in range(60)]
+    kinds = ("house", "flat", "flat")
+    rows = [f"{size},{size % 4},{kinds[size % 3]},{90 * size}" for size in range(60)]
     Path("houses.csv").write_text("\n".join(["size,rooms,kind,price", *rows]))
 
 

@@ -7,6 +7,7 @@ glue             the code between layers, and the cuts of the autograd graph
 turns            the turns of a device
 places           where each call of a module runs
 layers           the calls of layers, compiled and recomputed
+buffer_writers   which stages change which buffers, for the self-check
 stage            what belongs to a device: layers, state, backwards
 build            places layers on devices, and connects all of this
 rehearsal        what crosses the borders between processes

@@ -49,6 +49,7 @@ from hybridtrain.head import lazily
 from hybridtrain.launch import activity, ends_at_once
 from hybridtrain.pipeline import transfer
 from hybridtrain.pipeline.engine import Step
+from hybridtrain.pipeline.forward.buffer_writers import BufferWriters
 from hybridtrain.pipeline.forward.glue import watch_autograd
 from hybridtrain.pipeline.forward.layers import LayerCall
 from hybridtrain.pipeline.forward.stage import ForwardStage
@@ -297,6 +298,9 @@ class StepRun:
         self._copies = self._new_copies() if engine._offloads else None
         if self._copies is not None:
             self._take = self._own_source
+        # In the self-check's step, in which no two stages run at the same time.
+        one_by_one = step.furthest_ahead and not is_alone
+        self._writers = BufferWriters(self._model.net) if one_by_one else None
         self._run_ahead: RunAhead | None = None
         if self._stages[self._first].accelerator is not None:
             self._take = Inputs(self._take, schedule.chunks, self._model.devices[0]).take
@@ -558,11 +562,15 @@ class StepRun:
         if self._is_profiled:
             self._spans[microbatch] = span = profiled(Action("F", stage, microbatch))
             span.__enter__()
+        if self._writers is not None:
+            self._writers.enter()
         if self.step.timeline is not None:
             self._starts[microbatch] = mark(part.device)
 
     def _leave(self, stage: int, microbatch: int) -> None:
         lane = self._lane_of[stage]
+        if self._writers is not None:
+            self._writers.leave(stage)
         if self._spans and (span := self._spans.pop(microbatch, None)):
             span.__exit__(None, None, None)
         if self.step.timeline is not None:

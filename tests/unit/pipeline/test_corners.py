@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from hybridtrain.checkpoint import CheckpointStore
 from hybridtrain.data import EvalLoader, InMemoryDataset, TrainLoader, already_batched
-from hybridtrain.errors import ConfigError, NotExactError
+from hybridtrain.errors import ConfigError, NotExactError, SplitError
 from hybridtrain.loop import Trainer, evaluate
 from hybridtrain.options import LoaderOptions
 
@@ -182,6 +182,29 @@ def test_a_buffer_that_crosses_a_cut_is_refused_if_micro_batches_run_ahead(sched
     net = nn.Sequential(RunningSum(), Product())
     model = hybrid(net, 2, chunks=4, schedule=schedule)
     with pytest.raises(NotExactError, match="the first layer with a different output is '1'"):
+        model.train_step(*batch(), F.mse_loss)
+
+
+class CountsBetween(nn.Module):
+    """Adds to one buffer after each of its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        for layer in (self.first, self.last):
+            x = layer(x)
+            with torch.no_grad():
+                self.total += x.mean().round()  # exact in any order
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_buffer_that_two_stages_change_is_refused_by_its_name(schedule):
+    model = hybrid(CountsBetween(), 2, chunks=4, schedule=schedule, example_inputs=batch()[0])
+    with pytest.raises(SplitError, match=r"stage 0 and stage 1 both change the buffer 'total'"):
         model.train_step(*batch(), F.mse_loss)
 
 
