@@ -10,33 +10,9 @@ import pytest
 
 from hybridtrain.cli import main
 
-NETS = '''
+NETS = """
 import torch
 from torch import nn
-
-class Box:
-    def __init__(self, value):
-        self.value = value
-
-class Boxed(nn.Module):
-    def forward(self, value):
-        return Box(value)
-
-class Unboxed(nn.Module):
-    def forward(self, box):
-        return box.value
-
-class Listed(nn.Module):
-    """Its forward asks for values, with which it goes on in Python."""
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 10), nn.Linear(10, 10)
-    def forward(self, images):
-        values = self.first(images.flatten(1)).tolist()
-        return self.last(torch.tensor([sorted(row) for row in values]))
-
-def boxed():
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), Boxed(), Unboxed(), nn.Linear(10, 10))
 
 def narrow():
     return nn.Sequential(nn.Flatten(), nn.Linear(60, 10), nn.ReLU(), nn.Linear(10, 10))
@@ -44,7 +20,7 @@ def narrow():
 def normed():
     norm = nn.BatchNorm1d(32)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
-'''
+"""
 
 DIGITS = ["recipe=digits"]
 TEXT = ["recipe=gpt_text_files", "data.path=book.txt", "model.vocab_size=null"]
@@ -131,12 +107,6 @@ PLANTED: dict[str, tuple[list[str], str, str]] = {
     "single key": ([*DIGITS, "world.timeout_s=0"], "keys", "world.timeout_s=0"),
     "other classes": ([*DIGITS, "model.num_classes=4"], "model", "model.num_classes=4 does not"),
     "model for other inputs": (net("narrow"), "messages", "layer '1'"),
-    "model that cannot be traced": (net("Listed"), "plan", "Listed"),
-    "message that cannot be sent": (
-        [*net("boxed"), "pipeline.split=[3,2]", "world.engine=distributed"],
-        "messages",
-        "passes a Box to a later stage",
-    ),
     "split": ([*DIGITS, "pipeline.split=[5,5]"], "plan", "5"),
     "more stages than layers": ([*DIGITS, "pipeline.nb_part=40"], "plan", "40"),
     "recomputed layer": ([*DIGITS, "pipeline.recompute=[nothing]"], "plan", "nothing"),

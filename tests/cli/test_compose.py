@@ -231,7 +231,7 @@ def test_a_typo_in_an_override_is_one_line_with_a_suggestion(override: str, mess
                 "defaults:\n  - override model: gpt\n",
                 "recipe/mine: .*model.* mean 'override /model'?",
             ),
-            ("trainer:\n  accumulate: two\n", "trainer.accumulate: .*'two'.* Integer"),
+            ("trainer:\n  accumulate: two\n", "trainer.accumulate=two must be a whole number"),
             ("trainer:\n  steps: ${trainer.epocs}\n", "trainer.steps: .*trainer.epocs"),
             ("pipeline:\n  chunks: [1\n", "recipe=mine.yaml is not YAML: .*line 2"),
             ("pipeline:\n\tchunks: 1\n", "recipe=mine.yaml is not YAML: .*line 2"),

@@ -238,7 +238,7 @@ def test_a_batch_size_of_auto_that_cannot_be_found_is_one_line(keys, told, capfd
             (["hardware=[1,2]"], "hardware=[1,2] must be the name of a machine"),
             (["hardware=list.yaml"], "hardware=list.yaml must be a mapping"),
             (["hardware=broken.yaml"], "hardware=broken.yaml is not YAML: "),
-            (["hardware=typed.yaml"], "hardware.nodes: "),
+            (["hardware=typed.yaml"], "hardware.nodes=many must be a whole number"),
             (["hardware=unknown.yaml"], "hardware.noodes"),
             (["hardware=h100", "hardware.nodez=2"], "did you mean hardware.nodes"),
             (["hardware=h100", "hardware.nodes=0"], "hardware.nodes=0 must be"),

@@ -117,7 +117,9 @@ def test_evaluate_and_export_of_a_run_over_processes(in_folder, tmp_path):
     assert summary["predicted"]["costs_from"] == "measured"
     assert summary["predicted"]["step_ms"] > 0
     memory = [summary[side]["memory_bytes"] for side in ("predicted", "measured")]
-    assert memory[0] == pytest.approx(memory[1], rel=0.01)
+    for predicted, measured in zip(*memory, strict=True):
+        # the prediction counts what a stage receives, also if its first layer does not save it
+        assert 0.99 * measured <= predicted <= 1.1 * measured
 
 
 @pytest.mark.thorough

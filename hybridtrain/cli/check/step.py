@@ -226,10 +226,10 @@ def memory(
         source = "this machine" if config.hardware is None else "hardware="
         if pipeline.memory_limit_gib is not None:
             source = setting("memory_limit_gib", pipeline.memory_limit_gib)
+        recompute = "" if pipeline.recompute == "always" else "set pipeline.recompute=always, "
         raise SplitError(
             f"{shown}, more than the usable {with_unit(round(limits[over[0]]))} ({source}): raise "
-            f"pipeline.nb_part= or pipeline.chunks=, set pipeline.recompute=always, or lower "
-            f"data.batch_size="
+            f"pipeline.nb_part= or pipeline.chunks=, {recompute}or lower data.batch_size="
         )
     text += f", of {with_unit(round(limits[fullest]))}"
     if prediction.step_ms is not None:
