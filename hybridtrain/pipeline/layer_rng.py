@@ -221,6 +221,12 @@ _CPU_GENERATOR = torch.default_generator
 default_generator_lock = threading.Lock()
 
 
+def _state_of_default() -> Tensor:
+    """Returns the state of the CPU's default generator, between two uses of it by other threads."""
+    with default_generator_lock:
+        return _CPU_GENERATOR.get_state()
+
+
 class _NotSeeded:
     """The context of an evaluation: random operations draw as usual."""
 
@@ -353,7 +359,7 @@ class _ForwardDraws(_SeededDraws):
         self._counts: dict[int, int] = {}  # of the draws of each unit so far
         self._offsets: dict[int, int] = {}  # of the device's generator, after each unit so far
         # only where no other thread draws: one that takes no generator changes this state meanwhile
-        self._state = _CPU_GENERATOR.get_state() if rng.refuses_own_seeds else None
+        self._state = _state_of_default() if rng.refuses_own_seeds else None
 
     def draw(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `operation`, drawn from a generator seeded by place.
@@ -365,7 +371,7 @@ class _ForwardDraws(_SeededDraws):
             self._state is not None
             and kwargs.get("generator") is None
             and not is_traced(args)  # then nothing is drawn, and real tensors cannot be compared
-            and not torch.equal(self._state, _CPU_GENERATOR.get_state())
+            and not torch.equal(self._state, _state_of_default())
         ):
             raise UserError(
                 "the forward sets the state of the random generator (torch.manual_seed, fork_rng "

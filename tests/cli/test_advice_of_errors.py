@@ -338,6 +338,7 @@ TRIED = [
     Case("does not fit the data, which", (*SMALL, "run_name=new", "model.num_classes=3"),
          removed=("model.num_classes=3",)),
     Case("but there is only one: start all processes", ("plan", *SMALL, "run_name=new",
+         "world.engine=distributed",
          "pipeline.nb_part=auto"), (("hardware=h100",),)),
     Case("set output_dir= to the folder that", (*SMALL, "run_name=new"), OTHER,
          setup=link_for_the_run),

@@ -114,7 +114,7 @@ def test_an_error_in_a_model_names_the_layer_the_stage_and_the_micro_batch(
         [
             (["optim.lr=fast"], "optim.lr=fast must be a number"),
             (["optim=sgd", "optim.nesterov=maybe"], "optim.nesterov=maybe must be true or false"),
-            (["optim.lr=-1"], "optim.lr=-1: Invalid learning rate: -1.0"),
+            (["optim.lr=-1"], "optim.lr=-1 must be above 0"),
             (["+optim.lrr=1"], "optim.lrr: unknown key; did you mean optim.lr?"),
             (["data.batch_size=x"], "data.batch_size=x must be a whole number of samples"),
             (["data.batch_size=1e6"], "data.batch_size=1000000.0 must be a whole number"),

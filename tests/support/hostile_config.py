@@ -50,8 +50,9 @@ PACKAGES = {
 # Parameters that start a download, as documented: `load_data` checks a tokenizer.
 DOWNLOADING = ("tokenizer",)
 
-# Parameters of hybridtrain's models and data sets that name files, which may be read, not run.
-READING = ("path", "source", "train")
+# Parameters of hybridtrain's models, data sets and trackers that name files, which may be read, not
+# run.
+READING = ("path", "source", "model_source", "train")
 LISTS = ("os.scandir", "os.listdir", "glob.glob", "glob.glob/2", "pathlib.Path.glob")
 
 # For the other parameters that have no default, so that some calls get further.
@@ -171,7 +172,10 @@ def call(key: str, path: str, target: Any) -> None:
         settings = {name: value for name, value in arguments.items() if name not in needed}
         # of a model on the device "meta" nothing is computed
         device = torch.device("meta" if key == "model" else "cpu")
-        is_own = path.startswith(("hybridtrain.models.", "hybridtrain.datasets."))
+        is_own = path.startswith(
+            # a tracker looks whether the file that it would replace is one of its own
+            ("hybridtrain.models.", "hybridtrain.datasets.", "hybridtrain.observe.trackers.")
+        )
         with watching(f"{path}({settings})", is_own and hostile in READING), device:
             made = target(*first, **settings)
             if key in ("trainer.metrics", "trainer.loss"):

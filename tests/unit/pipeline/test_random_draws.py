@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 from hybridtrain import HybridModel
 from hybridtrain.errors import UserError
+from hybridtrain.pipeline import default_generator_lock
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
@@ -239,3 +242,31 @@ class Holder(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
+
+
+class MeetsAnotherThread(nn.Module):
+    """Draws while another thread uses the default generator for a moment, as a data loader does."""
+
+    def forward(self, x):
+        begun = threading.Event()
+
+        def use():
+            with default_generator_lock:
+                state = torch.get_rng_state()
+                torch.manual_seed(1)
+                begun.set()
+                time.sleep(0.05)
+                torch.set_rng_state(state)
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        begun.wait()
+        y = F.dropout(x, 0.5)
+        thread.join()
+        return y
+
+
+def test_a_draw_of_another_thread_is_not_taken_for_a_seed_of_the_forward():
+    net = nn.Sequential(nn.Linear(4, 4), MeetsAnotherThread(), nn.Linear(4, 4))
+    model = hybrid(net, 2, chunks=2, split=[2, 1])
+    model.train_step(torch.ones(4, 4), None, mean_loss)

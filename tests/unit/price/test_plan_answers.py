@@ -383,7 +383,7 @@ def test_a_transformers_model_with_rotary_positions_is_counted_without_values():
 @pytest.mark.timeout(1200)
 @pytest.mark.thorough
 def test_the_page_on_published_runs_has_the_planners_ratios(sizes):
-    page = (Path(__file__).parents[3] / "docs/planning-details.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/benchmarks-tables.md").read_text()
     rows = re.findall(r"^\| .*\| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", page, re.M)
     assert len(rows) == len(literature.RUNS)
     for run, (published, ours, ratio) in zip(literature.RUNS, rows, strict=True):
