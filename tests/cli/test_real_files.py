@@ -268,7 +268,7 @@ def test_a_run_is_evaluated_on_another_file_by_the_names_of_its_classes(
     lines = Path("outputs/t/predictions/step_00000001.jsonl").read_text().splitlines()
     assert [json.loads(line)["sample"] for line in lines] == [*range(7)]
     told = fail(capfd, "evaluate", "run_name=t", "data.eval_path=odd.jsonl")
-    assert "the train split has no class odd; it has neg, pos" in told
+    assert "has the class odd, which is not one of data.classes= neg, pos" in told
     longer = ["run_name=t", "trainer.steps=2", "data.eval_path=new.jsonl"]
     assert "has data.eval_path=null, not new.jsonl" in fail(capfd, *longer)
 

@@ -27,6 +27,7 @@ def train(engine: str, case: Case, remedied: bool) -> Trained:
             world,
             chunks=case.microbatches,
             recompute="always" if case.recompute else "never",
+            example_inputs=case.dataset()[0][0][None] if whole else None,
         )
         optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
         step = OptimizerStep(model, optimizer, clip_norm=case.clip)
