@@ -79,6 +79,7 @@ def test_a_recipe_does_not_replace_a_file_of_the_user(home: Path) -> None:
     assert not Path("outputs").exists()
 
 
+@pytest.mark.thorough
 def test_a_run_of_someone_else_does_not_replace_a_file_of_the_user(
     home: Path, finished: Path
 ) -> None:

@@ -50,7 +50,8 @@ def test_several_processes_train_the_same_bits_as_one(engine, name, processes, t
     assert trained(engine, processes)[name] == trained(engine, 1)[name]
 
 
-@pytest.mark.parametrize("name", marked(worker.DISTRIBUTED, ["tied stages"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", worker.DISTRIBUTED)
 @pytest.mark.parametrize("engine", ["distributed"])
 def test_two_pipelines_of_processes_train_the_same_bits_as_one(engine, name, trained):
     assert trained(engine, 4)[name] == trained(engine, 2)[name]

@@ -43,6 +43,7 @@ _INPUTS = Action("F", 0, 0)
 
 
 KindsOf = Callable[[Step, Sequence[Any]], Sequence[Hashable]]
+"""`kinds_of(step, outlines)` returns the kind of each micro-batch, see `outline`."""
 
 
 class Wire(Protocol):
