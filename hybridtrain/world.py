@@ -732,7 +732,7 @@ class World:
             self.watchdog.close()
             restore_signals()
         if self.size > 1 and dist.is_initialized():
-            # All groups, also those of the models.
+            # All groups, the models' groups too.
             dist.destroy_process_group()
             self._closed = True
             # drop the last references to the groups

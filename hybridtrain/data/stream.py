@@ -298,7 +298,7 @@ class StreamLoader(AgreedLoader):
 
     def _gathered_states(self, at: Position) -> list[Any]:
         states = {worker: pickle.loads(state) for worker, state in at.states.items()}
-        # Every reader has read the same samples, so one state is that of all.
+        # Every reader has read the same samples, so one state stands for all.
         if not self.divided:
             return [states.get(-1)]
         local_state = {"worker": at.worker, "states": states, "workers": self.options.workers}
@@ -380,7 +380,7 @@ class _StreamPart(IterableDataset[Any]):
         reader = _Reader(self.dataset)
         if not self.divided and state is None:
             reader.take(start.batch * self.batch_size)
-        # PyTorch asks worker 0 first; the next batch is that of worker `start.worker`.
+        # PyTorch asks worker 0 first; worker `start.worker` has the next batch.
         if self.divided and worker < start.worker % workers:
             yield "a turn"  # this worker had its turn before the state was saved
         # A data set that shards itself gives this worker only its samples. From any other, the

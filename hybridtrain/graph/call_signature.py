@@ -75,7 +75,7 @@ _known: WeakKeyDictionary[Callable[..., Any], dict[bool, Signature]] = WeakKeyDi
 
 
 def signature_of(forward: Callable[..., Any]) -> Signature:
-    """Returns how a forward is called, also that of a TorchScript module."""
+    """Returns how a forward is called; `forward` may belong to a TorchScript module."""
     function: Any = forward
     if is_method := inspect.ismethod(forward):
         function = forward.__func__  # a bound method is a new object each time

@@ -177,7 +177,7 @@ class StageReducer:
 
     def _stop(self) -> None:
         if self._ddp is not None:
-            # Its hooks on the parameters would otherwise reduce along with those of the next one.
+            # Otherwise its hooks on the parameters would reduce together with the next one's hooks.
             private.ddp_close(self._ddp)
             self._ddp = None
         if self._sums is not None:
@@ -387,8 +387,8 @@ def norm_over_processes(
         wire_device: the device of tensors in collectives.
     """
     positions = [i for i, p in enumerate(parameters) if p.grad is not None]
-    # The same on all processes, because each has all parameters: those of other processes as meta
-    # tensors.
+    # The same on all processes, because each has all parameters; if another process owns one, it is
+    # a meta tensor here.
     dtype = reduce(torch.promote_types, [p.dtype for p in parameters], parameters[0].dtype)
     # one process writes each entry, which is added to zeros. The entries are stacked from 0-dim
     # tensors, because an index tensor would be copied to the GPU, and the host would wait for it

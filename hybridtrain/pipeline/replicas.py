@@ -75,7 +75,7 @@ class ReplicaStates:
             self._first = self._state.copied(None, _CHANGED_BY_FORWARDS)  # [1]
             return
         for collector in self._collectors:
-            # Per share: each replica's statistics are those of its own part of the batch.
+            # Per share: each replica computes its statistics from its own part of the batch.
             collector.commit()
             collector.clear()
         if previous[0] == replica:

@@ -156,7 +156,7 @@ class _NodeCall:
     def __init__(self) -> None:
         self._branch: _Kept | None = None
         self._gradients: Sequence[Tensor | None] = ()
-        # On the CPU: this backward then runs in the calling thread, not in that of a device.
+        # On the CPU: this backward then runs in the calling thread, not in a thread of the device.
         self._inside = torch.zeros((), requires_grad=True, device="cpu")
         self._inside.register_hook(self._call)
         self._start = [(self._inside, torch.ones((), device="cpu"))]

@@ -284,7 +284,7 @@ def ties_of(
     ties: list[Tie] = []
     for index, stage_uses in enumerate(uses):
         user = process_of(index)
-        # One tie for all uses in a stage: they share one alias. The order is that of the layers,
+        # One tie for all uses in a stage: they share one alias. In the order of the layers,
         # which all processes have.
         for use in {id(use.parameter): use for use in stage_uses}.values():
             home = process_of(use.owner)

@@ -56,8 +56,7 @@ def offload_copies(schedule: Schedule, offloading: Offloading) -> Mapping[Action
     follows = [()] * len(schedule.lanes) if schedule.trains else backward_only(schedule).lanes
     copies: dict[Action, Copies] = {}
     for lane, later in zip(schedule.lanes, follows, strict=True):
-        # Also those of a later schedule: activations of forwards alone must know when they are
-        # used.
+        # The backwards of a later schedule count too: it uses the activations of forwards alone.
         actions = [*lane, *later]
         of_lane = _copies_of(actions, offloading, bool(schedule.made_before))
         most = _most_held(actions, of_lane, offloading)

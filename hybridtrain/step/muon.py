@@ -121,7 +121,7 @@ def muon_groups(
     The groups are those of `parameter_groups`, each divided into matrices and others.
 
     Args:
-        model: the model. All arguments are those of `parameter_groups`.
+        model: the model. `parameter_groups` takes the same arguments.
         rules: settings by name patterns; `use_muon` decides for the parameters of a rule.
         lr: the learning rate that `layer_decay` starts from.
         layer_decay: the factor of the learning rate from each block to the previous one.

@@ -126,7 +126,7 @@ class FirstSteps:
     def of_outputs(
         self, inputs: Any, outputs: Sequence[Any], sizes: Sequence[int], run: RunForward
     ) -> None:
-        """Compares outputs that are to be joined with those of a different number of samples.
+        """Compares outputs that are to be joined with outputs for a different number of samples.
 
         All processes of a pipeline call it together.
 

@@ -160,7 +160,7 @@ class ForwardCheck:
         # cut from the batch, because shared values are marked only there
         pieces = [(min(size, SAMPLES), max(size - SAMPLES, 0)) for size in sizes]
         parts = split(inputs, [size for pair in pieces for size in pair])[::2][:count]
-        # The caller's modes would see, or change, a computation that is none of the model's step.
+        # The caller's modes would see, or change, a computation that does not belong to the step.
         with without_modes():
             try:
                 training = self._model.net.training
@@ -255,8 +255,7 @@ class _Run:
             if isinstance(module, torch.jit.ScriptModule):
                 raise _Skipped("TorchScript runs different code in its first runs than later")
         limit: float = MAX_BYTES
-        # A run needs about four times the bytes of the model, beside the model itself and its
-        # optimizer.
+        # Beside the model and its optimizer, a run needs about four times the model's bytes.
         if (accelerator := accelerator_of(self._device)) is not None:
             limit = min(limit, accelerator.total_memory(self._device) / 16)
         if (total := bytes_of_module(self._net)) > limit:

@@ -680,7 +680,7 @@ class _Comparison:
         rng, seeds = self._model.rng, list[Sequence[int]]()
         step = rng.step
         yield seeds
-        # Collective: the draws of the layers before are those of other processes' stages.
+        # Collective: other processes' stages have made the draws of the layers before.
         counts = dict(self._model.pipeline.gather(list(rng.counts.items())))
         seeds += [rng.seeds_in_order(counts, number, step) for number in range(microbatches)]
 

@@ -7,7 +7,9 @@ no comparison of values notices in every case. So the self-check looks at who wr
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from operator import attrgetter
+
+from torch import nn
 
 from hybridtrain.errors import SplitError, argument
 
@@ -47,8 +49,4 @@ class BufferWriters:
                     )
 
     def _versions(self) -> list[int]:
-        return list(map(_version_of, self._buffers.values()))
-
-
-def _version_of(tensor: Tensor) -> int:
-    return tensor._version
+        return list(map(attrgetter("_version"), self._buffers.values()))

@@ -231,7 +231,7 @@ def distinct(outlines: Sequence[Any]) -> tuple[list[Tensor], tuple[int, ...]]:
     tensors: list[Tensor] = []
     order: list[int] = []
     # Most often each outline is an `InputElsewhere` itself.
-    for leaf in tree_leaves([each for each in outlines if not is_elsewhere(each)], is_elsewhere):
+    for leaf in tree_leaves([part for part in outlines if not is_elsewhere(part)], is_elsewhere):
         if isinstance(leaf, Tensor):
             if id(leaf) not in index_of:
                 index_of[id(leaf)] = len(tensors)

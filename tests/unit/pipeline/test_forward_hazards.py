@@ -365,7 +365,8 @@ def test_random_models_over_processes_are_exact_or_refused_by_name(
 
 
 @pytest.mark.thorough
-@settings(max_examples=300)  # each rehearses its layers for several sizes
+@pytest.mark.timeout(1200)  # each example rehearses its layers for several sizes
+@settings(max_examples=2000)
 @given(parts=parts, stages=st.sampled_from([2, 3]), options=OF_PARTS)
 def test_many_random_models_over_processes_are_exact_or_refused_by_name(
     parts: list[Part], stages: int, options: dict[str, Any]
@@ -374,7 +375,8 @@ def test_many_random_models_over_processes_are_exact_or_refused_by_name(
 
 
 @pytest.mark.thorough
-@settings(max_examples=600)
+@pytest.mark.timeout(1200)
+@settings(max_examples=2000)
 @given(parts=parts, stages=st.sampled_from([2, 3]), options=OPTIONS)
 def test_many_random_models_are_exact_or_refused_by_name(
     parts: list[Part], stages: int, options: dict[str, Any]
