@@ -215,6 +215,26 @@ def empty(form: TensorFormat, device: torch.device) -> Tensor:
     return torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device=at)
 
 
+def as_received(message: Any, unique: bool, device: torch.device) -> Any:
+    """Returns a message as another process gets it, without sending it.
+
+    Args:
+        message: any pytree.
+        unique: see `pack`.
+        device: the device of the receiver.
+
+    Raises:
+        SplitError: the message cannot be sent.
+    """
+    sent, tensors = pack(message, unique)
+    form = from_bytes(to_bytes(sent))
+    received = []
+    for tensor, tensor_format in zip(tensors, form.tensors, strict=True):
+        received.append(empty(tensor_format, device))
+        dense(received[-1], tensor_format).copy_(dense(tensor, tensor_format))
+    return unpack(form, received, device)
+
+
 def to_bytes(form: MessageFormat) -> Tensor:
     """Returns a format as bytes, a 1-dim uint8 tensor on the CPU.
 

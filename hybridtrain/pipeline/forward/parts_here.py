@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from hybridtrain._base.precision import ThreadState
 from hybridtrain.launch import LaneActivity
@@ -25,6 +24,7 @@ from hybridtrain.pipeline.forward.rehearsal import Rehearsal
 from hybridtrain.pipeline.forward.stage import ForwardStage
 from hybridtrain.pipeline.layer_rng import LayerRNG
 from hybridtrain.pipeline.message_wire import Lane
+from hybridtrain.pipeline.messages import as_received
 from hybridtrain.pipeline.own_stages import drop_other_stages
 from hybridtrain.pipeline.ties import tied_uses
 from hybridtrain.schedule import Action, Schedule
@@ -52,9 +52,10 @@ class _Queues:
 class _QueueTransport:
     """Connects a part to the others; a `Transport` and its own `Wire`."""
 
-    def __init__(self, is_first: bool, queues: _Queues) -> None:
+    def __init__(self, is_first: bool, queues: _Queues, device: torch.device) -> None:
         self._is_first = is_first
         self._queues = queues
+        self._device = device
 
     def begin_step(self, step: Step, kinds_of: KindsOf) -> tuple[list[Any], Sequence[Hashable]]:
         inputs = [step.source(number) for number in range(step.schedule.chunks)]
@@ -80,8 +81,8 @@ class _QueueTransport:
         pass
 
     def send(self, to: Action, message: list[Any]) -> None:
-        # Copied in the sender's thread, before it can change the value in place.
-        self._queues[to].put(tree_map(_copied, message))
+        # In the sender's thread, before it can change a value in place.
+        self._queues[to].put(as_received(message, to.kind == "F", self._device))
 
     def receive(self, action: Action, doing: LaneActivity) -> list[Any]:
         if action.kind == "I":
@@ -97,13 +98,6 @@ class _QueueTransport:
 
     def finish(self) -> None:
         pass
-
-
-def _copied(value: Any) -> Any:
-    """Returns a tensor as another process gets it: in other memory."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 class PartsHere:
@@ -150,7 +144,7 @@ class PartsHere:
             stages = build_forward_stages(net, planned, world, options, groups, rng, policy, uses)
             engine = forward_engine(net, planned, stages, world, options, rng)
             assert isinstance(engine, PartEngine)
-            engine.transport = _QueueTransport(not index, self._queues)
+            engine.transport = _QueueTransport(not index, self._queues, device)
             # Shared, because a rehearsal is the same in all parts.
             engine.known = self._engines[0].known if self._engines else engine.known
             names = {id(parameter): name for name, parameter in net.named_parameters()}

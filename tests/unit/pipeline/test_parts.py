@@ -294,6 +294,23 @@ def test_a_change_before_the_border_crosses_with_the_value(split: list[str]) -> 
     assert_plain(ChangesItsOwn(), 2, split=split)
 
 
+class Sparse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu().to_sparse()
+
+
+class Dense(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to_dense()
+
+
+def test_a_value_that_cannot_be_sent_is_refused_before_the_first_step() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), Sparse(), Dense(), nn.Linear(8, 8))
+    with pytest.raises(SplitError, match=r"cannot send a tensor of torch\.sparse_coo .* cut else"):
+        Parts(net, 2, batch()[0], checks=True, split=[2, 2])
+    assert_plain(net, 2, split=[3, 1])  # "cut elsewhere"
+
+
 # Layers that need values
 
 
