@@ -304,13 +304,26 @@ def uncut(batch: Any) -> Any:
     return tree_unflatten([leaf.value if _is_shared(leaf) else leaf for leaf in leaves], spec)
 
 
+def cut_without_tensors(batch: Any, samples: int) -> tuple[bool, ...]:
+    """Returns which values of a batch are cut although they are no tensors, such as lists of texts.
+
+    A list of another length than the batch is passed on as it is.
+    """
+    leaves, _ = tree_flatten(batch, _is_uncut)
+    return tuple(_is_cut(leaf, samples) for leaf in leaves)
+
+
+def _is_cut(leaf: Any, samples: int) -> bool:
+    return is_array(leaf) or (type(leaf) in (list, tuple) and len(leaf) == samples)
+
+
 def _parts(spec: TreeSpec, number: int, leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
     """Returns each micro-batch's part of a leaf, which has this index in a batch of `spec`."""
     if isinstance(leaf, Tensor):
         return cut(leaf, sizes) if leaf.dim() else [leaf] * len(sizes)
     if _is_shared(leaf):
         return [leaf.value] * len(sizes)
-    if is_array(leaf) or (type(leaf) in (list, tuple) and len(leaf) == sum(sizes)):
+    if _is_cut(leaf, sum(sizes)):
         ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
         return [leaf[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     for value in leaves_of(leaf):

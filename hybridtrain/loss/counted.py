@@ -26,6 +26,7 @@ from hybridtrain.head import made_from
 from hybridtrain.loss.by_name import CountFn, LossFn, bce, cross_entropy, model_output, mse, nll
 from hybridtrain.loss.metrics import IGNORED
 from hybridtrain.loss.transformers_counts import count_of_output
+from hybridtrain.pipeline import unwatched
 
 
 def count_samples(inputs: Any, targets: Any) -> int:
@@ -361,11 +362,26 @@ def _is_compiled(function: Any) -> bool:
     return original is not None and getattr(function, "__wrapped__", None) is original
 
 
+@unwatched
+class _Nothing(torch.autograd.Function):
+    """0, whose backward passes no gradient on: a gradient of 0 times infinity would be NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, *numbers: Tensor) -> Tensor:
+        return torch.zeros_like(numbers[-1], dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return (None,) * len(ctx.needs_input_grad)
+
+
 def zero_of(output: Any) -> Tensor:
-    """Returns 0 as a tensor with a backward that gives zero gradients to the inputs of `output`."""
+    """Returns 0 as a tensor whose backward changes no gradient of what `output` was made from."""
     leaves = leaves_of(output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     # without the loss in an output, because its backward may divide by 0
-    tensors = [tensor for tensor in tensors if tensor.dim()] or tensors
-    tensors = [source for tensor in tensors for source in made_from(tensor)]
+    tensors = [source for leaf in numbers if leaf.dim() for source in made_from(leaf)]
+    if numbers and not tensors:
+        zero: Tensor = _Nothing.apply(*numbers)
+        return zero
     return sum((t.reshape(-1)[:0].sum().float() for t in tensors), torch.zeros(()))

@@ -34,11 +34,14 @@ Backward = Callable[[Mapping[int, Tensor]], Sequence[Tensor | None]]
 class _Arrivals:
     """The gradients that have arrived, and what to do once all have."""
 
-    def __init__(self, backward: Backward) -> None:
+    def __init__(self, backward: Backward, count: int) -> None:
         self.backward: Backward | None = backward
         self.gradients: dict[int, Tensor] = {}
+        self._count = count  # of what entered
 
     def finish(self) -> Sequence[Tensor | None]:
+        if not self.gradients:  # the outputs are in the graph, but no gradient reaches them
+            return [None] * self._count
         if self.backward is None:
             raise UserError(
                 "the backward of this call of a pipelined model has already run, and its "
@@ -98,7 +101,7 @@ def attached(
         backward: gets the gradients that have arrived; runs once.
         entering: the arguments and parameters whose gradients it returns.
     """
-    arrivals = _Arrivals(backward)
+    arrivals = _Arrivals(backward, len(entering))
     tokens = _Arrive.apply(arrivals, len(outputs), _ANCHOR, *entering)
 
     def carried(number: int, token: Tensor, output: Tensor) -> Tensor:

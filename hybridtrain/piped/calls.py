@@ -25,6 +25,7 @@ from hybridtrain._base.microbatch import (
     as_containers,
     batch_size,
     chunk_sizes,
+    cut_without_tensors,
     shared,
     split,
     uncut,
@@ -142,6 +143,8 @@ def call_of(
     first = next((tensor for tensor in tensors if tensor.dim()), None)
     samples = 1 if first is None else len(first)
     sizes, kind = [samples], _kind(values, leaves)
+    if has_depth:
+        kind = kind, cut_without_tensors(values, samples)
     others = [t for t in tensors if t.dim() and len(t) != samples]
     if chunks > 1 and samples > 1:
         if any(len(tensor) == 1 for tensor in others):
@@ -234,7 +237,8 @@ def _kind(values: Any, leaves: Sequence[Any]) -> Hashable:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             described.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
-        elif leaf is items or not is_constant(leaf):
+        elif leaf is items or type(leaf) is float or not is_constant(leaf):
+            # a number with a fraction, such as a factor that grows, hardly ever chooses code
             described.append(str(type(leaf)))
         else:
             described.append((str(type(leaf)), repr(leaf)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.microbatch import Microbatch, uncut
 from hybridtrain._base.values import leaves_of
 from hybridtrain.errors import ConfigError
@@ -32,10 +33,16 @@ from hybridtrain.piped.calls import (
     takes_cache,
     wants_cache_by_default,
 )
-from hybridtrain.piped.joining import Join, Runs, joined, proved, rules_for
+from hybridtrain.piped.joining import CutBatch, Runs, joined, narrowed, proved, rules_for
 from hybridtrain.piped.optimizers import StaleOptimizers
 from hybridtrain.piped.replicas import Replicas
-from hybridtrain.piped.steps import Kept, Kind, Step, gradient_of_number
+from hybridtrain.piped.steps import (
+    Kept,
+    Kind,
+    OtherStructureError,
+    Step,
+    gradient_of_number,
+)
 from hybridtrain.pipeline import HeadOutput, StepKind, net_of_trip
 from hybridtrain.world import World
 
@@ -109,17 +116,21 @@ class Runner:
             args: the arguments by position.
             kwargs: the arguments by name.
         """
-        if _here.runs_plainly or net_of_trip() is not None:
+        if _here.runs_plainly or net_of_trip() is not None or _is_transformed():
             return forward(*args, **kwargs)
         refuse_wrapped()
         with plainly():
-            return self._run(forward, args, kwargs)
+            try:
+                return self._run(forward, args, kwargs)
+            except OtherStructureError:
+                self._kinds.clear()
+                return self._run(forward, args, kwargs)
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         net = self.net
         wants_gradients = torch.is_grad_enabled() and (
             any(parameter.requires_grad for parameter in net.parameters())
-            or any(isinstance(v, Tensor) and v.requires_grad for v in (*args, *kwargs.values()))
+            or any(isinstance(v, Tensor) and v.requires_grad for v in leaves_of((args, kwargs)))
         )
         learns = net.training and wants_gradients
         # without labels, a model in evaluation mode may be asked for its keys and values
@@ -130,24 +141,27 @@ class Runner:
             and wants_cache_by_default(net)
             and takes_cache(net)
         )
+        chunks = self.options.chunks
         if wants_cache and not learns:
-            return self._run_uncut(forward, args, kwargs)
-        call = call_of(net, forward, args, kwargs, self.options.chunks, not wants_cache)
+            if accelerator_of(self.world.devices[0]) is None:  # nothing moves
+                return forward(*args, **kwargs)
+            if not wants_gradients:
+                return self._run_uncut(forward, args, kwargs)
+            chunks = 1
+        call = call_of(net, forward, args, kwargs, chunks, not wants_cache)
         model = self._pipeline(call, trains=wants_gradients)
         key = call.kind, net.training, wants_gradients, getattr(forward, "__func__", forward)
         kind = self._kinds.setdefault(key, Kind(self.options.schedule))
         if learns and call.samples == 1 < self.options.chunks and not self._says_one_row:
             self._says_one_row = True
             log.warning(_ONE_ROW, type(net).__name__)
-        if kind.join is None and len(call.sizes) > 1:
-            kind.join, numbers = self._proved(model, call, wants_gradients)
-            if model.planned.head.names and len(numbers) == 1 and not _is_in_fp16(self.world):
-                # or the first step would have the logits; if it is wrong, the forwards run again
-                kind.loss = numbers[0]
+        parts = call.cut()
+        weights = self._weights(model, call, kind, parts, wants_gradients)
         of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
         if not wants_gradients:
-            return self._evaluate(model, call, kind, of_step)
-        return Step(model, call, kind, of_step, self.replicas.begin_step()).run()
+            return self._evaluate(model, parts, weights, kind, of_step)
+        finish = self.replicas.begin_step()
+        return Step(model, call, parts, weights, kind, of_step, finish).run()
 
     def _is_current(self, model: HybridModel, trains: bool) -> bool:
         """Returns whether the pipeline is that of the model: none of its parts has been replaced,
@@ -167,17 +181,43 @@ class Runner:
                 self.world = replace(self.world, rank=self.replicas.rank)
                 self._has_begun = True
             self._optimizers.look()
-            rng = None if self._model is None else self._model.rng.step
-            self._model = HybridModel(self.net, self.world, self.options)
-            self._model.split_for(Microbatch(call.cut()[0]))
-            self._model.rng.step = rng or 0
+            steps = 0 if self._model is None else self._model.rng.step
+            model = HybridModel(self.net, self.world, self.options)
+            model.split_for(Microbatch(call.cut()[0]))  # may fail for this batch
+            model.rng.step = steps
+            self._model = model
             self._kinds.clear()
-            log.info("pipelined(%s): %s", type(self.net).__name__, self._model.plan)
+            log.info("pipelined(%s): %s", type(self.net).__name__, model.plan)
         return self._model
 
-    def _proved(self, model: HybridModel, call: Call, trains: bool) -> tuple[Join, list[int]]:
-        """Returns how outputs are joined, and which of them are numbers with a gradient."""
-        numbers: set[int] = set()
+    def _weights(
+        self, model: HybridModel, call: Call, kind: Kind, parts: Sequence[Any], trains: bool
+    ) -> Sequence[list[float] | None] | None:
+        """Returns the weight of each micro-batch in the numbers among the outputs.
+
+        None for a batch that is one micro-batch.
+        """
+        if len(parts) == 1:
+            return None
+        kind.calls += 1
+        if kind.join is None:
+            with self._comparing(model, trains) as runs:
+                kind.join = proved(call, runs, rules_for(self.net, call))
+            numbers = kind.join.trained
+            if model.planned.head.names and len(numbers) == 1 and not _is_in_fp16(self.world):
+                # or the first step would have the logits; if it is wrong, the forwards run again
+                (kind.loss,) = numbers
+        batch = CutBatch(call.cut([call.samples])[0], parts, call.sizes)
+        shares = kind.join.shares(batch)
+        is_due = kind.calls > 1 and not kind.calls & (kind.calls - 1)  # 2, 4, 8 and so on
+        if kind.join.may_narrow(shares, is_due):
+            with self._comparing(model, trains) as runs:
+                kind.join = narrowed(kind.join, call, runs, shares, is_due)
+        return kind.join.weights(shares)
+
+    @contextmanager
+    def _comparing(self, model: HybridModel, trains: bool) -> Iterator[Runs]:
+        """Yields how the proofs run the model; it and the random state stay as they are."""
         has_gradients = trains and any(p.requires_grad for p in self.net.parameters())
 
         def head(_: int, output: Any) -> HeadOutput:
@@ -189,20 +229,23 @@ class Runner:
                 return model.run_microbatches([inputs], head, trains=False)[0]
 
         def gradient(number: int, inputs: Any) -> Tensor | None:
-            found = gradient_of_number(model, inputs, number) if has_gradients else None
-            if found is not None:
-                numbers.add(number)
-            return found
+            return gradient_of_number(model, inputs, number) if has_gradients else None
 
         step = model.rng.step
         try:
             with model.evaluating(), torch.random.fork_rng():
-                return proved(call, Runs(output, gradient), rules_for(self.net)), [*numbers]
+                yield Runs(output, gradient)
         finally:
             model.rng.step = step
 
-    def _evaluate(self, model: HybridModel, call: Call, kind: Kind, of_step: StepKind) -> Any:
-        parts = call.cut()
+    def _evaluate(
+        self,
+        model: HybridModel,
+        parts: Sequence[Any],
+        weights: Sequence[list[float] | None] | None,
+        kind: Kind,
+        of_step: StepKind,
+    ) -> Any:
         kept = model.run_microbatches(parts, _kept, trains=False, kind=of_step)
         outputs = [of_part.output for of_part in kept]
         if len(outputs) == 1:
@@ -212,16 +255,24 @@ class Runner:
             leaves, spec = tree_flatten(output)
             columns.append(leaves)
         assert spec is not None
-        assert kind.join is not None
-        return tree_unflatten(joined(spec, columns, kind.join.weights(parts, call.sizes)), spec)
+        assert weights is not None
+        kind.check_structure(spec)
+        return tree_unflatten(joined(spec, columns, weights), spec)
 
     def _run_uncut(self, forward: Forward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a call as one micro-batch, device after device, such as a step of `generate()`."""
-        if self.world.devices[0].type == "cpu":  # nothing moves
-            return forward(*args, **kwargs)
         call = call_of(self.net, forward, args, dict(kwargs), 1, False)
         model = self._pipeline(call, trains=False)
         return model.run_microbatches([uncut(call.inputs)], _as_it_is, trains=False)[0]
+
+
+def _is_transformed() -> bool:
+    """Returns whether PyTorch traces the call, or transforms it (torch.func): no data to cut."""
+    return (
+        torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.compiler.is_exporting()
+    )
 
 
 def _as_it_is(_: int, output: Any) -> HeadOutput:

@@ -60,6 +60,10 @@ log = logging.getLogger("hybridtrain")
 _SEVERAL = "outputs other than the loss of the model get gradients"
 
 
+class OtherStructureError(Exception):
+    """An attribute of the model has changed what it returns; the comparison starts over."""
+
+
 @dataclass
 class Kind:
     """What is known about a kind of call.
@@ -67,6 +71,7 @@ class Kind:
     Attributes:
         schedule: the name of the schedule, for the log.
         join: how its outputs are joined.
+        calls: the number of calls that were cut.
         loss: the number of the output that alone got a gradient in the last backward; None: not
             known, or several did.
         factor: the gradient of that output.
@@ -75,14 +80,25 @@ class Kind:
 
     schedule: str
     join: Join | None = None
+    calls: int = 0
     loss: int | None = None
     factor: float = 1.0
     is_mixed: bool = False
 
+    def check_structure(self, spec: TreeSpec) -> None:
+        """Checks that an output is of the structure that was compared.
+
+        Raises:
+            OtherStructureError: it is another.
+        """
+        if self.join is not None and spec != self.join.spec:
+            raise OtherStructureError
+
     def note(self, gradients: Mapping[int, Tensor]) -> None:
         """Notes which outputs got gradients in a backward."""
         (number, gradient), *others = gradients.items()
-        if others or gradient.dim():
+        is_another = self.loss is not None and self.loss != number
+        if others or gradient.dim() or is_another:
             if not self.is_mixed:
                 log.info("forwards first, then backwards: %s", _SEVERAL)
             self.loss, self.is_mixed = None, True
@@ -104,6 +120,9 @@ class Step:
     Args:
         model: the pipeline.
         call: the call.
+        parts: the inputs of its micro-batches.
+        weights: for each leaf of the output that is a number, its weights in them; None for the
+            only micro-batch.
         kind: what is known about its kind.
         of_step: its kind as a step.
         finish: called at the end of a backward that adds to the gradients of parameters, such as to
@@ -114,16 +133,16 @@ class Step:
         self,
         model: HybridModel,
         call: Call,
+        parts: Sequence[Any],
+        weights: Sequence[list[float] | None] | None,
         kind: Kind,
         of_step: StepKind,
         finish: Callable[[], None] | None,
     ) -> None:
         self._model, self._call, self._kind, self._finish = model, call, kind, finish
         self._of_step = of_step
-        self._parts, self._leaves = call.with_leaves(call.cut())
-        self._weights: list[list[float] | None] | None = None
-        if kind.join is not None:
-            self._weights = kind.join.weights(self._parts, call.sizes)
+        self._parts, self._leaves = call.with_leaves(parts)
+        self._weights = weights
         self._is_lazy = bool(model.planned.head.names)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._state = ThreadState.capture()
@@ -279,6 +298,7 @@ class Step:
             places = [k for k, v in enumerate(leaves) if isinstance(v, Tensor) and v.requires_grad]
         if self._spec is None:
             self._spec, self._places = spec, places
+            self._kind.check_structure(spec)
         if spec != self._spec or places != self._places:
             raise BatchError(
                 f"micro-batches returned outputs of different structure: {self._spec} and {spec}. "
@@ -350,7 +370,8 @@ def gradient_of_number(model: HybridModel, inputs: Any, number: int) -> Tensor |
     pieces: list[Tensor] = []
     for gradient in reversed(gradients):  # from the last layers, which are rarely all zero
         if gradient is not None and sum(map(len, pieces)) < _COMPARED:
-            pieces.append(gradient.detach().reshape(-1)[:_COMPARED].double().cpu())
+            values = gradient.detach().to_dense().reshape(-1)
+            pieces.append(values[:_COMPARED].double().cpu())
     return torch.cat(pieces) if pieces else None
 
 
