@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -118,6 +119,17 @@ def check_arguments(net: Any, world: Any, options: Any, *, constructs: bool = Fa
             f"options= must be a PipelineOptions, not {str(options)[:200]}; pass single settings "
             f"by name: {call}"
         )
+
+
+def _settings_of(loss_fn: LossFn) -> Sequence[Any]:
+    """Returns the settings of a loss module that decide what it counts, and may be assigned."""
+    if not isinstance(loss_fn, nn.Module):
+        return ()
+    return [getattr(loss_fn, name, None) for name in ("weight", "ignore_index", "reduction")]
+
+
+def _is_same_loss(resolved: tuple[LossFn, CountedLoss, Sequence[Any]], loss_fn: LossFn) -> bool:
+    return resolved[0] is loss_fn and all(map(is_, resolved[2], _settings_of(loss_fn)))
 
 
 def sequence_first_layer(net: nn.Module) -> str | None:
@@ -448,7 +460,8 @@ class HybridModel:
         self._batch_check = BatchCheck(world)
         self._settings_check = SettingsCheck(world)
         self._sequence_first = sequence_first_layer(net)
-        self._resolved: tuple[LossFn, CountedLoss] | None = None  # the most recent loss
+        # the most recent loss, and its settings then
+        self._resolved: tuple[LossFn, CountedLoss, Sequence[Any]] | None = None
         self._says_no_graph = False  # warn only once
         if world.fixed_replicas is not None:
             check_fixed_replicas(options, world)
@@ -725,18 +738,16 @@ class HybridModel:
 
     def _compared_loss(self, loss_fn: LossFn) -> CountedLoss:
         """Returns a loss with its count; compares the first one over the ranks, collectively."""
-        resolved = self._resolved
-        if self._settings_check.has_loss and resolved is not None and resolved[0] is loss_fn:
-            return resolved[1]
         if not self._settings_check.has_loss:
             self._settings_check.check_loss(*loss_facts(resolve(loss_fn, self.net)))
         return self.resolve_loss(loss_fn)
 
     def resolve_loss(self, loss_fn: LossFn) -> CountedLoss:
         """Returns `loss_fn` wrapped with its count; see `loss.resolve`."""
-        if self._resolved is None or self._resolved[0] is not loss_fn:
-            self._resolved = loss_fn, resolve(loss_fn, self.net)
-        return self._resolved[1]
+        resolved = self._resolved
+        if resolved is None or not _is_same_loss(resolved, loss_fn):
+            resolved = self._resolved = loss_fn, resolve(loss_fn, self.net), _settings_of(loss_fn)
+        return resolved[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output for a batch, run through the pipeline, on the last device.

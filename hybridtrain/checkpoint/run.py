@@ -25,6 +25,7 @@ from hybridtrain.checkpoint.store import CheckpointStore
 from hybridtrain.errors import CheckpointError
 from hybridtrain.launch import Phase, activity
 from hybridtrain.model import HybridModel
+from hybridtrain.step import steps_taken
 from hybridtrain.world import World
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def restore_run(
     )
     # After the optimizer's state: a schedule changes its learning rates.
     if step.lr_schedule is not None:
-        replay(step.lr_schedule, step.number)
+        replay(step.lr_schedule, step.number - steps_taken(step.lr_schedule))
     return saved
 
 
@@ -239,7 +240,7 @@ def find_checkpoint(
 
 
 def replay(lr_schedule: LRScheduler, steps: int) -> None:
-    """Steps a learning-rate schedule from 0 to `steps`, for a resumed run.
+    """Takes `steps` steps of a learning-rate schedule, for a resumed run.
 
     Its state is not loaded, because its parameters and length are the new run's.
     """

@@ -304,12 +304,17 @@ def _synchronised_by(
     if model.world.logical_replicas == 1 and model.world.size == 1:
         yield
         return
+    if not callable(getattr(metric, "modules", None)):
+        raise _counts_alone(name)
     modules: list[Any] = list(metric.modules())
     if metrics.has_others and any(getattr(module, "dist_sync_fn", None) for module in modules):
         raise ConfigError(_NOT_COMBINED)
     others = metrics.states_of_others(name)
+    gathers = False
 
     def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+        nonlocal gathers
+        gathers = True
         if not all(others):
             raise ConfigError(_NOT_COMBINED)
         states = [state.cpu(), *(states.pop(0) for states in others)]
@@ -320,8 +325,19 @@ def _synchronised_by(
 
     with _gathering(metric, gather):
         yield
+    if not gathers and not any(getattr(module, "dist_sync_fn", None) for module in modules):
+        raise _counts_alone(name)
     if any(others):
         raise ConfigError(_NOT_COMBINED)
+
+
+def _counts_alone(name: str) -> ConfigError:
+    return ConfigError(
+        f"the metric {name} of each replica counts its own samples only: use a metric of "
+        "torchmetrics, or let it gather its state in compute() with self.dist_sync_fn(tensor), an "
+        "attribute that is None in __init__ and returns the tensors of all replicas, as "
+        "hybridtrain.loss.Accuracy does"
+    )
 
 
 _NOT_COMBINED = (

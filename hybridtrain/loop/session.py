@@ -529,10 +529,12 @@ class Session:
         Args:
             inputs: a pytree of tensors with this replica's batch in dim 0.
             targets: the unchanged targets from the loader, because their counts weight the batches.
-            loss_fn: as in `HybridModel.train_step`.
+            loss_fn: as in `HybridModel.train_step`. The batches of a step may have different ones
+                if they average over the same, such as samples.
 
         Raises:
-            BatchError: no prepared loader is in use.
+            BatchError: no prepared loader is in use, or `loss_fn` averages over something else than
+                the loss with which the step began.
         """
         use = self.in_use
         if not use.batches:
@@ -547,7 +549,7 @@ class Session:
                 "another loop trained between the batches of one step: finish a step before "
                 "starting another loop"
             )
-        return self._step.train_step(inputs, targets, index=use.index)
+        return self._step.train_step(inputs, targets, loss_fn=loss_fn, index=use.index)
 
     def forward_backward(self, inputs: Any, targets: Any, loss_fn: LossFn) -> Tensor:
         """Runs a `train_step` and returns this replica's mean loss, a detached 0-dim tensor.

@@ -57,7 +57,7 @@ from hybridtrain.loss import LossFn, Metric, check_reported
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.options import TrainerOptions, check_names
 from hybridtrain.pipeline import device_memory, reset_peak_memory
-from hybridtrain.step import OptimizerStep, check_sharded, learning_rates
+from hybridtrain.step import OptimizerStep, check_not_past, check_sharded, learning_rates
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
@@ -492,6 +492,7 @@ class Trainer:
             ConfigError: as in `resume`.
         """
         check_progress(state_dict, self.total_steps)
+        check_not_past(self.lr_schedule, state_dict["step"])
         per_step, before = self._samples_per_step, state_dict["rows_per_step"]
         if self.options.epochs is not None and before != per_step:
             raise ConfigError(

@@ -142,7 +142,8 @@ class Accuracy(nn.Module):
     """The share of correct predictions, 0 to 1; NaN without predictions. Ignores targets of -100.
 
     If a sample may have several labels, its targets are 0 and 1 in the shape of the outputs, and
-    a prediction is correct if all of them are (exact match), where an output above 0 means 1.
+    a prediction is correct if all of them are (exact match), where an output above 0 means 1. So it
+    is with one output per sample, of shape (N, 1) or (N).
 
     A `Metric`, but not a torchmetrics metric, so it cannot be in a `MetricCollection`. It does not
     need the number of classes, and accepts classes in dim 1 or in the last dimension: (N, C) with
@@ -167,7 +168,8 @@ class Accuracy(nn.Module):
     def update(self, outputs: Any, targets: Tensor) -> None:
         """Adds the predictions of a batch."""
         logits = main_output(outputs)
-        if logits.shape == targets.shape:  # as from bce
+        if logits.numel() == targets.numel():  # as from bce; outputs may have a last dimension of 1
+            logits = logits.reshape(targets.shape)
             right, number = _exact_matches(logits, targets)
         else:
             logits, targets = classes_in_dim_1(logits, targets)

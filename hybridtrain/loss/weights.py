@@ -230,6 +230,15 @@ class BatchWeight:
             return self._shares[0].weights
         return [weight for share in self._shares for weight in share.weights]
 
+    def is_of(self, loss: CountedLoss, batch: tuple[Any, Any], chunks: int) -> bool:
+        """Returns whether a loss counts in its batch what the loss of the step has counted."""
+        parts = shares_of(*batch)
+        counts = [MicrobatchCounts(loss, part, chunks) for part in parts]
+        return len(counts) == len(self._shares) and all(
+            list(own.weights) == list(share.weights) and own.count == share.count
+            for own, share in zip(counts, self._shares, strict=True)
+        )
+
     @property
     def grad_scales(self) -> Sequence[float]:
         """The gradient of the step's loss with respect to each micro-batch's loss value."""

@@ -15,7 +15,13 @@ sharded_optimizer  optimizer state sharded over the replicas
 from hybridtrain.step.finite_check import FiniteCheck
 from hybridtrain.step.in_progress import StepInProgress
 from hybridtrain.step.muon import MuonAdamW, muon_groups
-from hybridtrain.step.optimizer_step import OptimizerStep, StepResult, check_lr_schedule
+from hybridtrain.step.optimizer_step import (
+    OptimizerStep,
+    StepResult,
+    check_lr_schedule,
+    check_not_past,
+    steps_taken,
+)
 from hybridtrain.step.param_groups import (
     UNSUPPORTED_OPTIMIZERS,
     CombinedOptimizer,
@@ -43,6 +49,7 @@ __all__ = [
     "StepInProgress",
     "StepResult",
     "check_lr_schedule",
+    "check_not_past",
     "check_optimizer",
     "check_sharded",
     "fits",
@@ -54,5 +61,6 @@ __all__ = [
     "parameter_groups",
     "show_weights",
     "state_bytes",
+    "steps_taken",
     "take_step",
 ]

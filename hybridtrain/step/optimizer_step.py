@@ -29,9 +29,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hybridtrain._base.accelerator import PendingNumbers, accelerator_of
 from hybridtrain.data import Batch, in_order_of_replicas
-from hybridtrain.errors import BatchError, ConfigError
+from hybridtrain.errors import BatchError, CheckpointError, ConfigError, setting
 from hybridtrain.launch import Phase, activity
-from hybridtrain.loss import LossFn, StepWeights
+from hybridtrain.loss import BatchWeight, LossFn, StepWeights, resolve
 from hybridtrain.model import HybridModel, TrainStepResult
 from hybridtrain.pipeline import check_replicas
 from hybridtrain.step.finite_check import FiniteCheck
@@ -61,6 +61,25 @@ def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
         raise ConfigError(
             "lr_schedule: ReduceLROnPlateau depends on a metric, but a run can be resumed at any "
             "step only if its schedule depends on the step alone; use the callback Plateau"
+        )
+
+
+def steps_taken(lr_schedule: LRScheduler) -> int:
+    """Returns how many steps a learning-rate schedule has taken; 0 if it does not count them."""
+    return max(0, getattr(lr_schedule, "last_epoch", 0))
+
+
+def check_not_past(lr_schedule: LRScheduler | None, step: int) -> None:
+    """Checks that a schedule can be stepped to a step of a checkpoint.
+
+    Raises:
+        CheckpointError: it is past that step.
+    """
+    if lr_schedule is not None and steps_taken(lr_schedule) > step:
+        raise CheckpointError(
+            f"{type(lr_schedule).__name__} is at step {steps_taken(lr_schedule)}, past step {step} "
+            "of the checkpoint, and cannot step back: create the schedule and its optimizer again, "
+            "and with them the Trainer or OptimizerStep that resumes"
         )
 
 
@@ -328,29 +347,40 @@ class OptimizerStep:
         return self.in_progress
 
     def train_step(
-        self, inputs: Any, targets: Any, *, index: int | None = None, timeline: bool = False
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        loss_fn: LossFn | None = None,
+        index: int | None = None,
+        timeline: bool = False,
     ) -> TrainStepResult:
         """Runs forward, loss and backward of the next batch; see `HybridModel.train_step`.
 
         Args:
             inputs: the inputs of the batch.
             targets: the targets of the batch.
+            loss_fn: another loss than the one passed to `begin`, which counts the same in the
+                batch.
             index: the index of the batch in the step, if an earlier one was left out. The last one
                 averages the gradients over the replicas.
             timeline: record the timeline.
 
         Raises:
-            BatchError: the step has no such batch.
+            BatchError: the step has no such batch, or `loss_fn` counts something else.
         """
         step, weights = self.in_progress, self.in_progress.weights
         index = len(step.results) if index is None else index
         if weights is None or step.loss_fn is None or index >= len(weights):
             raise BatchError("call train_step() once for each batch passed to begin()")
         is_last = index + 1 == len(weights)
+        function = step.loss_fn if loss_fn is None else loss_fn
+        if function is not step.loss_fn:
+            self._check_counts_alike(function, weights[index], inputs, targets)
         result = self.model.train_step(  # [2]
             inputs,
             targets,
-            step.loss_fn,
+            function,
             weight=weights[index],
             sync=is_last,
             scale_loss=self.finite.scaler.scale if self.finite.scales else None,
@@ -360,6 +390,18 @@ class OptimizerStep:
         step.results.append(result)
         self.losses.add([result])
         return result
+
+    def _check_counts_alike(
+        self, loss_fn: LossFn, weight: BatchWeight, inputs: Any, targets: Any
+    ) -> None:
+        loss = resolve(loss_fn, self.model.net)
+        if not weight.is_of(loss, (inputs, targets), self.model.options.chunks):
+            raise BatchError(
+                f"{setting('loss_fn', loss.name)} averages over something else than the loss with "
+                "which this step began, so the batches cannot be weighted: use losses that count "
+                "the same, such as samples, in all batches of a step, or add the losses up in one "
+                "function"
+            )
 
     def norm(self) -> Tensor:
         """Returns the norm of the complete, unscaled gradients of all stages.
@@ -555,7 +597,12 @@ class OptimizerStep:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a `state_dict`."""
+        """Loads a `state_dict`.
+
+        Raises:
+            CheckpointError: the learning-rate schedule is past the step.
+        """
+        check_not_past(self.lr_schedule, state_dict["step"])
         self._undecided = None  # belongs to an abandoned step
         self._update_scale()
         self.number = state_dict["step"]

@@ -234,3 +234,47 @@ def test_a_metric_with_a_value_per_class_has_a_name_for_each():
         loader = EvalLoader(samples, 4, world, classes=classes)
         found = evaluate(ours.model, loader, cross_entropy, {"r": recall})
         assert [found[f"r/{number}"] for number in range(3)] == values
+
+
+class CountsAlone(nn.Module):
+    def reset(self):
+        self.seen = 0
+
+    def update(self, outputs, targets):
+        self.seen += len(targets)
+
+    def compute(self):
+        return torch.tensor(float(self.seen))
+
+
+class CountsTogether(CountsAlone):
+    dist_sync_fn = None
+
+    def compute(self):
+        gather = self.dist_sync_fn or (lambda counts: [counts])
+        return torch.stack(gather(super().compute())).sum()
+
+
+class NoModule:
+    """A metric with all that a Trainer asks for, if there is one replica."""
+
+    reset, update, compute = CountsAlone.reset, CountsAlone.update, CountsAlone.compute
+
+    def to(self, device):
+        return self
+
+
+def evaluated(metric, replicas=None):
+    world = World.from_env(nb_part=2, devices="cpu", replicas=replicas)
+    metric.reset()
+    model = HybridModel(rich_net(), world, chunks=2)
+    loader = EvalLoader(data(11, seed=9), 4, world)
+    return evaluate(model, loader, cross_entropy, {"counted": metric})["counted"]
+
+
+@pytest.mark.parametrize("metric", [CountsAlone, NoModule])
+def test_a_metric_that_would_report_one_replicas_part_is_refused(metric):
+    assert evaluated(metric()) == 11
+    with pytest.raises(ConfigError, match=r"counted of each replica counts its own .*dist_sync_fn"):
+        evaluated(metric(), replicas=2)
+    assert evaluated(CountsTogether(), replicas=2) == 11  # what the error advises

@@ -5,9 +5,15 @@ import copy
 import pytest
 import torch
 from support.heights import NAMES, Small, losses_of
-from support.training import assert_same, data, rich_net
+from support.training import assert_same, data, plain_net, rich_net
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.nn import functional as F
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from hybridtrain import HybridModel, Loader, Session, Trainer, World
 from hybridtrain.errors import BatchError, CheckpointError, ConfigError, DataError
@@ -207,6 +213,45 @@ def test_two_loaders_in_one_loop_are_refused():
     with pytest.raises(BatchError, match=r"two prepared loaders.*prepare\(\)"):
         for _ in zip(one, other, strict=True):
             pass
+
+
+def mixed(part):
+    return lambda y, t: part * F.cross_entropy(y, t) + (1 - part) * F.cross_entropy(y, (t + 1) % 3)
+
+
+def test_each_batch_of_a_step_may_have_its_own_loss():
+    """As mixup has, with a part for each batch; and two losses of one batch."""
+    inputs, targets = data(16).tensors
+    session = Session(nb_part=2, accumulate=2, chunks=2)
+    net, plain = plain_net(), plain_net()
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    _, optimizer, loader = session.prepare(net, sgd, DataLoader(data(16), batch_size=8))
+    for number, (x, t) in enumerate(loader):
+        found = session.forward_backward(x, t, mixed(0.9 - 0.8 * number))
+        also = session.forward_backward(x, t, lambda y, t: y.square().mean())
+        rows = slice(8 * number, 8 * number + 8)
+        expected = mixed(0.9 - 0.8 * number)(plain(inputs[rows]), targets[rows])
+        squares = plain(inputs[rows]).square().mean()
+        ((expected + squares) / 2).backward()
+        assert float(found) == pytest.approx(float(expected), rel=1e-5)
+        assert float(also) == pytest.approx(float(squares), rel=1e-5)
+    for mine, its in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-4, atol=1e-6)
+    optimizer.step()
+
+
+def test_a_loss_that_averages_over_something_else_than_the_steps_first_is_refused():
+    session = Session(nb_part=2, accumulate=2, chunks=2)
+    net = rich_net()
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    _, _, loader = session.prepare(net, sgd, DataLoader(data(16), batch_size=8))
+    batches = iter(loader)
+    session.forward_backward(*next(batches), mixed(1.0))
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
+    with pytest.raises(
+        BatchError, match="EntropyLoss averages over something else than the l"
+    ):
+        session.forward_backward(*next(batches), weighted)
 
 
 def test_mistakes_are_named(tmp_path):

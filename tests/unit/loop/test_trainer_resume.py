@@ -129,6 +129,20 @@ def test_every_optimizer_continues_where_it_was(optimizer, tmp_path):
     assert_same_run(again, whole)
 
 
+def test_a_trainer_that_goes_back_says_that_its_schedule_cannot(tmp_path):
+    store = CheckpointStore(tmp_path)
+    ours = trainer(rich_net(), store=store, lr=multistep, checkpoint_every_steps=2)
+    ours.fit()
+    before = copy.deepcopy(ours.model.state_dict())
+    with pytest.raises(
+        CheckpointError, match=r"MultiStepLR is at step 9, past step 4 of the check"
+    ):
+        ours.resume(store.root / "step_00000004")
+    assert_same(ours.model.state_dict(), before, "weights and buffers")
+    ours.resume(store.root)  # the newest: the rate stays
+    assert ours.optimizer.param_groups[0]["lr"] == pytest.approx(0.02 * 0.01)
+
+
 def test_a_resumed_run_does_not_save_again_what_it_was_resumed_from(tmp_path):
     store = CheckpointStore(tmp_path)
     _, again = interrupted_at(9, store)

@@ -130,3 +130,23 @@ def test_a_metric_without_a_number_of_classes_says_so():
         METRICS["f1"]().reset()
     assert METRICS["f1"]().higher_is_better is True
     assert resolve(partial(LOSSES["cross_entropy"], label_smoothing=0.1)).has_class_targets
+
+
+def test_class_weights_may_change_during_a_run():
+    torch.manual_seed(1)
+    x, t = torch.randn(7, 5), torch.tensor([0, 1, 2, 0, 0, -100, 2])
+    loss_fn = nn.CrossEntropyLoss()
+    model, plain = HybridModel(net(), cpu_world(2), chunks=3), net()
+    for weight, ignored in ((None, -100), (WEIGHTS, -100), (WEIGHTS * 2, -100), (WEIGHTS * 2, 0)):
+        loss_fn.weight, loss_fn.ignore_index = weight, ignored
+        targets = t.clamp(min=0) if ignored == 0 else t
+        for module in (model.net, plain):
+            module.zero_grad()
+        ours = model.train_step(x, targets, loss_fn).loss
+        loss = loss_fn(plain(x), targets)
+        loss.backward()
+        torch.testing.assert_close(ours.as_subclass(torch.Tensor), loss.detach())
+        torch.testing.assert_close(gradients(model.net), gradients(plain))
+    loss_fn.reduction = "sum"
+    with pytest.raises(ConfigError, match='reduction="sum"'):
+        model.train_step(x, t, loss_fn)

@@ -259,3 +259,9 @@ def test_a_count_that_cannot_be_is_refused(count):
     model = HybridModel(net(), cpu_world(1))
     with pytest.raises(BatchError, match="count of a loss"):
         model.train_step(*batch(), SumLoss(summed, lambda *_: count))
+
+
+def test_the_accuracy_of_one_output_per_sample_is_that_of_its_sign():
+    metric = accuracy()
+    metric.update(torch.tensor([[2.0], [-1.0], [0.5], [-3.0]]), torch.tensor([1, 0, 0, 0]))
+    assert metric.compute() == 0.75
