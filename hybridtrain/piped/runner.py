@@ -158,10 +158,16 @@ class Runner:
         parts = call.cut()
         weights = self._weights(model, call, kind, parts, wants_gradients)
         of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
-        if not wants_gradients:
-            return self._evaluate(model, parts, weights, kind, of_step)
-        finish = self.replicas.begin_step()
-        return Step(model, call, parts, weights, kind, of_step, finish).run()
+        # Trainers save and seed PyTorch's generator, so a resumed run has the same masks.
+        model.rng.step = _number_ahead()
+        if wants_gradients:
+            finish = self.replicas.begin_step()
+            output = Step(model, call, parts, weights, kind, of_step, finish).run()
+        else:
+            output = self._evaluate(model, parts, weights, kind, of_step)
+        if model.rng.counts:  # A model that draws nothing leaves the generator as it is.
+            torch.randint(2, (), device="cpu")
+        return output
 
     def _is_current(self, model: HybridModel, trains: bool) -> bool:
         """Returns whether the pipeline is that of the model: none of its parts has been replaced,
@@ -181,10 +187,8 @@ class Runner:
                 self.world = replace(self.world, rank=self.replicas.rank)
                 self._has_begun = True
             self._optimizers.look()
-            steps = 0 if self._model is None else self._model.rng.step
             model = HybridModel(self.net, self.world, self.options)
             model.split_for(Microbatch(call.cut()[0]))  # may fail for this batch
-            model.rng.step = steps
             self._model = model
             self._kinds.clear()
             log.info("pipelined(%s): %s", type(self.net).__name__, model.plan)
@@ -264,6 +268,13 @@ class Runner:
         call = call_of(self.net, forward, args, dict(kwargs), 1, False)
         model = self._pipeline(call, trains=False)
         return model.run_microbatches([uncut(call.inputs)], _as_it_is, trains=False)[0]
+
+
+def _number_ahead() -> int:
+    """Returns a number that PyTorch's default generator decides, without a draw from it."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
 
 def _is_transformed() -> bool:

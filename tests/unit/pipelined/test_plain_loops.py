@@ -391,3 +391,40 @@ def test_a_model_outside_of_training_is_pipelined_without_gradients():
     with torch.no_grad():
         torch.testing.assert_close(net(x, labels=labels), plain(x, labels=labels), **CLOSE)
         assert net(x)["loss"] is None
+
+
+def steps_with_dropout(model, steps):
+    for x, labels in steps:
+        inside(model, x, labels, 0)
+
+
+def test_masks_are_those_of_pytorchs_generator_which_trainers_seed_and_save():
+    def model():
+        return pipelined(WithLoss(dropout=0.4), devices=DEVICES, chunks=3)
+
+    whole, first, second, other = (model() for _ in range(4))
+    torch.manual_seed(5)
+    steps_with_dropout(whole, batches(4))
+    torch.manual_seed(5)
+    steps = list(batches(4))
+    steps_with_dropout(first, steps[:2])
+    state = torch.get_rng_state()
+    for parameter, its in zip(second.parameters(), first.parameters(), strict=True):
+        parameter.grad = its.grad
+    torch.manual_seed(7)
+    torch.set_rng_state(state)
+    steps_with_dropout(second, steps[2:])
+    torch.manual_seed(6)
+    steps_with_dropout(other, steps)
+    gradients, resumed, of_another_seed = (
+        [p.grad for p in net.parameters()] for net in (whole, second, other)
+    )
+    torch.testing.assert_close(resumed, gradients, rtol=0, atol=0)
+    assert not torch.equal(of_another_seed[0], gradients[0])
+
+
+def test_a_model_that_draws_nothing_leaves_pytorchs_generator_as_it_is():
+    model = pipelined(WithLoss(), devices=DEVICES, chunks=3)
+    before = torch.get_rng_state()
+    steps_with_dropout(model, batches(4))
+    assert torch.equal(torch.get_rng_state(), before)
