@@ -6,6 +6,7 @@ runner     the pipeline of a model, and which way a call takes
 calls      the arguments of a call, cut into micro-batches
 device_map a model that accelerate has put on several devices
 joining    the outputs of micro-batches as the output of the batch, proved for each kind of call
+shares     how much each micro-batch counts in a number, by many rules
 steps      the two forms of a call with gradients
 attach     outputs whose backward is a function
 optimizers steps of optimizers that have replaced parameters, refused

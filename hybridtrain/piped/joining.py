@@ -7,8 +7,8 @@ it is measured for each kind of call, in evaluation mode:
 
     forward(batch)  =  w0 forward(first sample)  +  w1 forward(the other samples)
 
-with weights by each of the rules (`rules_for`). If the call has labels, all but a few are ignored
-in this comparison, so that every rule gives other weights. Gradients of two or three samples are
+with weights by each of many rules (`shares`). If the call has labels, all but a few are ignored in
+this comparison, so that every rule gives other weights. Gradients of two or three samples are
 compared in the same way. A number that follows no rule is refused.
 
 Several rules may fit: a mean over what a mask selects and a mean over samples, as long as the mask
@@ -23,20 +23,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from hybridtrain._base.microbatch import merge, output_place
 from hybridtrain._base.text_table import counted
 from hybridtrain._base.values import leaves_of, named_leaves, same_constant
-from hybridtrain.errors import BatchError, ConfigError, setting
+from hybridtrain.errors import BatchError, setting
 from hybridtrain.head import concatenated
-from hybridtrain.loss import IGNORED, count_of_output
-from hybridtrain.piped.calls import ITEMS, Call
+from hybridtrain.loss import IGNORED
+from hybridtrain.piped.calls import Call
+from hybridtrain.piped.shares import CutBatch, Rules, Shares, apart, labels_of, shares_by
 
 # Tolerances of a number, and of tensors, relative to the largest value. Another order of summation
 # explains 1e-6; outputs in half precision are rounded.
@@ -44,6 +45,8 @@ _EXACT, _EXACT_IN_HALF = 1e-4, 2e-2
 _SAME, _SAME_IN_HALF = 1e-2, 2e-1
 _SAME_GRADIENT, _SAME_GRADIENT_IN_HALF = 1e-3, 5e-2
 
+# What rounding may explain where another rule fits better by chance.
+_ROUNDING, _ROUNDING_IN_HALF = 1e-5, 2e-2
 # What another rule than those tried makes of a number of a later batch, and what rounding does not.
 _OTHER_RULE = 0.1
 # Smaller losses are rounded too much to compare.
@@ -52,102 +55,6 @@ _TINY = 1e-4
 _EQUAL_SHARES = 1e-6
 # Where the shares differ by less, only some calls compare.
 _ALIKE = 1e-3
-
-# `count(inputs, samples)` of a micro-batch returns how much its number counts; None: it cannot be
-# counted.
-Count = Callable[[Any, int], int | float | Tensor | None]
-Rules = Mapping[str, "Count | _Selected"]
-
-
-def _labels(inputs: Any) -> Tensor | None:
-    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
-        return None
-    return labels
-
-
-def _sum(inputs: Any, samples: int) -> int:
-    return 1
-
-
-def _samples(inputs: Any, samples: int) -> int:
-    return samples
-
-
-def _attended(inputs: Any, samples: int) -> Tensor | None:
-    labels = _labels(inputs)
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    if labels is None or not isinstance(mask, Tensor) or mask.shape != labels.shape:
-        return None
-    return ((labels != IGNORED) & (mask == 1)).sum()
-
-
-class _Selected(NamedTuple):
-    """A rule that counts what an argument selects.
-
-    Attributes:
-        number: the index of the tensor among those of the inputs.
-        other_than: the value of entries that do not count; None: entries are weights, as in a mask.
-        shifted: without the first entry of each sample, as a causal language model does.
-    """
-
-    number: int
-    other_than: int | None
-    shifted: bool
-
-    def of_samples(self, tensor: Tensor) -> Tensor:
-        """Returns the count of each sample, of shape (samples,)."""
-        entries = tensor[..., 1:] if self.shifted else tensor
-        if self.other_than is not None:
-            entries = entries != self.other_than
-        return entries.reshape(len(tensor), -1).sum(1, dtype=torch.float64)
-
-
-def _rules_of_arguments(net: nn.Module, call: Call) -> dict[str, _Selected]:
-    """Returns the rules that count entries of arguments: labels, masks and weights of any name."""
-    padding = getattr(getattr(net, "config", None), "pad_token_id", None)
-    ignored = dict.fromkeys((IGNORED, -1, *([padding] if type(padding) is int else ()), 0))
-    (whole,) = call.cut([call.samples])
-    named = [(place, leaf) for place, leaf in named_leaves(whole) if isinstance(leaf, Tensor)]
-    rules: dict[str, _Selected] = {}
-    for number, (place, tensor) in enumerate(named):
-        if not tensor.dim() or len(tensor) != call.samples or tensor.is_complex():
-            continue
-        is_weight = tensor.is_floating_point() or tensor.dtype is torch.bool
-        values: Sequence[int | None] = (None,) if is_weight else tuple(ignored)
-        name = place.strip("[]'") or "argument"
-        for shifted in (False, True) if tensor.dim() > 1 else (False,):
-            rest = ", except the first of each sample" if shifted else ""
-            for value in values:
-                chosen = f"what {name} selects" if value is None else f"{name} other than {value}"
-                rules[f"a mean over {chosen}{rest}"] = _Selected(number, value, shifted)
-    return rules
-
-
-def rules_for(net: nn.Module, call: Call) -> Rules:
-    """Returns the rules for the numbers of a model, by their names, in the order of preference.
-
-    The first is what `hybridtrain.loss` reads from the source of a transformers model, if it knows
-    it: that count refuses batches in which the loss averages over something else.
-    """
-    rules: dict[str, Count | _Selected] = {
-        **_rules_of_arguments(net, call),
-        "a mean over the labels that are neither -100 nor padding": _attended,
-        "a mean over samples": _samples,
-        "a sum": _sum,
-    }
-    try:
-        known = count_of_output(net)
-    except ConfigError:
-        return rules
-
-    def of_source(inputs: Any, samples: int) -> int | float | Tensor | None:
-        counted = ("labels", "start_positions")
-        if not isinstance(inputs, Mapping) or all(inputs.get(name) is None for name in counted):
-            return None
-        return known({name: value for name, value in inputs.items() if name != ITEMS}, None)
-
-    return {f"the mean that {type(net).__name__} takes": of_source, **rules}
 
 
 @dataclass(frozen=True)
@@ -173,14 +80,25 @@ class Join:
     def shares(self, batch: CutBatch) -> Shares:
         """Returns the share of each micro-batch in a number, by each rule that fits the inputs."""
         names = dict.fromkeys(chain.from_iterable(filter(None, self.rules)))
-        return _shares({name: self.counts[name] for name in names}, batch)
+        return shares_by({name: self.counts[name] for name in names}, batch)
 
     def weights(self, shares: Shares) -> list[list[float] | None]:
-        """Returns, for each leaf that is a number, its weight in each micro-batch."""
-        return [
-            None if rules is None else next(shares[rule] for rule in rules if rule in shares)
-            for rules in self.rules
-        ]
+        """Returns, for each leaf that is a number, its weight in each micro-batch.
+
+        Raises:
+            BatchError: no rule of a number can be applied to this batch.
+        """
+        weights: list[list[float] | None] = []
+        for rules in self.rules:
+            known = None if rules is None else [shares[rule] for rule in rules if rule in shares]
+            if known == []:
+                raise BatchError(
+                    f"a number among the outputs is {', or '.join(rules or ())}, which cannot be "
+                    f"counted in this batch: pass arguments of the same shapes as before, or set "
+                    f"{setting('chunks', 1)}"
+                )
+            weights.append(known[0] if known else None)
+        return weights
 
     def may_narrow(self, shares: Shares, is_due: bool) -> bool:
         """Returns whether micro-batches of this batch are to be compared, see `narrowed`."""
@@ -189,99 +107,15 @@ class Join:
 
     def is_unclear(self, shares: Shares, number: int) -> bool:
         """Returns whether this batch may tell apart the rules of a number."""
-        apart = _apart(self._of(shares, number))
-        if apart < _EQUAL_SHARES:
+        difference = apart(self._shares_of(shares, number))
+        if difference < _EQUAL_SHARES:
             return False
-        if number in self.trained and apart > _ALIKE:
+        if number in self.trained and difference > _ALIKE:
             return True
-        return apart > 2 * self.unclear.get(number, 0.0)
+        return difference > 2 * self.unclear.get(number, 0.0)
 
-    def _of(self, shares: Shares, number: int) -> list[list[float]]:
+    def _shares_of(self, shares: Shares, number: int) -> list[list[float]]:
         return [shares[rule] for rule in self.rules[number] or () if rule in shares]
-
-
-class CutBatch(NamedTuple):
-    """A batch, and its micro-batches.
-
-    Attributes:
-        whole: the inputs of the batch.
-        parts: the inputs of each micro-batch.
-        sizes: the number of samples of each micro-batch.
-    """
-
-    whole: Any
-    parts: Sequence[Any]
-    sizes: Sequence[int]
-
-
-Shares = Mapping[str, list[float]]
-
-
-def _shares(rules: Rules, batch: CutBatch) -> Shares:
-    """Returns the share of each micro-batch by each rule that can be applied.
-
-    It waits for a device at most twice, however many rules there are.
-    """
-    whole, parts, sizes = batch
-    tensors = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, Tensor)]
-    # An argument without values as low as a rule ignores needs no counting: most have none.
-    low = _numbers({
-        rule.number: tensors[rule.number].min()
-        for rule in rules.values()
-        if isinstance(rule, _Selected) and tensors[rule.number].numel()
-    })  # fmt: skip
-    waiting: dict[str, Tensor] = {}
-    counts: dict[str, Sequence[float]] = {}
-    for name, rule in rules.items():
-        if isinstance(rule, _Selected):
-            ignores = rule.other_than
-            if ignores is not None and low.get(rule.number, 0) > ignores:
-                counts[name] = sizes
-            else:
-                waiting[name] = rule.of_samples(tensors[rule.number])
-            continue
-        of_parts = [rule(part, size) for part, size in zip(parts, sizes, strict=True)]
-        if any(isinstance(number, Tensor) for number in of_parts):
-            waiting[name] = torch.stack([torch.as_tensor(n).double() for n in of_parts])
-        elif None not in of_parts:
-            counts[name] = of_parts  # type: ignore[assignment]
-    for name, found in _columns(waiting).items():
-        if isinstance(rules[name], _Selected):  # by sample
-            ends = accumulate(sizes, initial=0)
-            found = [sum(found[start:end]) for start, end in pairwise(ends)]
-        counts[name] = found
-    shares: dict[str, list[float]] = {}
-    for name, numbers in counts.items():
-        if rules[name] is _sum:
-            shares[name] = [1.0] * len(sizes)
-        elif all(number >= 0 for number in numbers) and math.isfinite(total := sum(numbers)):
-            shares[name] = [number / (total or 1.0) for number in numbers]
-    return shares
-
-
-def _numbers(tensors: Mapping[int, Tensor]) -> dict[int, float]:
-    """Returns 0-dim tensors as numbers; waits once for each device."""
-    return {key: values[0] for key, values in _columns(
-        {key: tensor.reshape(1) for key, tensor in tensors.items()}
-    ).items()}  # fmt: skip
-
-
-def _columns(tensors: Mapping[Any, Tensor]) -> dict[Any, list[float]]:
-    """Returns 1-dim tensors as lists of numbers; waits once for each device."""
-    columns: dict[Any, list[float]] = {}
-    of_device: dict[torch.device, list[Any]] = {}
-    for key, tensor in tensors.items():
-        of_device.setdefault(tensor.device, []).append(key)
-    for keys in of_device.values():
-        together = torch.cat([tensors[key].double() for key in keys]).tolist()
-        ends = accumulate((len(tensors[key]) for key in keys), initial=0)
-        columns |= {key: together[a:b] for key, (a, b) in zip(keys, pairwise(ends), strict=True)}
-    return columns
-
-
-def _apart(shares: Sequence[Sequence[float]]) -> float:
-    """Returns by how much the shares of a micro-batch differ at most."""
-    return max((max(column) - min(column) for column in zip(*shares, strict=True)), default=0.0)
 
 
 def joined(
@@ -353,16 +187,15 @@ class _Parts:
 
     def __init__(self, call: Call, start: int, sizes: Sequence[int], rules: Rules) -> None:
         self.sizes = sizes
-        around = [start], [call.samples - start - sum(sizes)]
+        rest = call.samples - start - sum(sizes)
 
         def pieces(sizes: Sequence[int]) -> list[Any]:
-            before, after = (size for (size,) in around)
-            cut = call.cut([size for size in (before, *sizes, after) if size])
-            return cut[bool(before) :][: len(sizes)]
+            cut = call.cut([size for size in (start, *sizes, rest) if size])
+            return cut[bool(start) :][: len(sizes)]
 
         (whole,), parts = pieces([sum(sizes)]), pieces(sizes)
         self.inputs = [whole, *parts]
-        self.weights = _shares(rules, CutBatch(whole, parts, sizes))
+        self.weights = shares_by(rules, CutBatch(whole, parts, sizes))
 
     def fitting(self, values: Sequence[Tensor], limit: float) -> list[str]:
         """Returns the rules by which parts add up to the whole, the best and similar ones.
@@ -373,7 +206,7 @@ class _Parts:
         """
         errors = self.errors(values)
         # rounding explains the rest of the error where the best rule has some of it
-        limit = min(limit, max(10 * min(errors.values(), default=math.inf), 1e-6))
+        limit = min(limit, max(10 * min(errors.values(), default=math.inf), _ROUNDING))
         return [rule for rule, error in errors.items() if error <= limit]
 
     def errors(self, values: Sequence[Tensor]) -> dict[str, float]:
@@ -390,7 +223,7 @@ class _Parts:
     def tells_apart(self, rules: Sequence[str]) -> bool:
         """Returns whether the weights of the parts differ between the rules."""
         weights = [self.weights[rule] for rule in rules if rule in self.weights]
-        return _apart(weights) > _EQUAL_SHARES
+        return apart(weights) > _EQUAL_SHARES
 
 
 def proved(call: Call, runs: Runs, rules: Rules) -> Join:
@@ -423,11 +256,9 @@ def proved(call: Call, runs: Runs, rules: Rules) -> Join:
                 f"joined. {_WAY_OUT}"
             )
         columns.append(of_part)
-    is_half = any(_is_half(leaf) for leaf in leaves) or torch.is_autocast_enabled(
-        _device_type(leaves)
-    )
+    is_half = _is_in_half(leaves)
     # gradients of as few samples as tell the rules apart
-    labels = _labels(call.inputs)
+    labels = labels_of(call.inputs)
     least = 3 if labels is not None and labels.dim() == 1 else 2
     first = _Parts(few, 0, (1, min(least, call.samples) - 1), rules)
     of_leaves: list[Sequence[str] | None] = []
@@ -480,14 +311,15 @@ def narrowed(join: Join, call: Call, runs: Runs, shares: Shares, is_due: bool) -
             if any(spec != join.spec for _, spec in columns):
                 break  # the call itself will see it
             values = [leaves[number].detach().double().reshape(1) for leaves, _ in columns]
-            if not all(bool(value.isfinite()) for value in values[:1]):
+            if not bool(values[0].isfinite()):
                 continue  # such as the mean of micro-batches that count nothing
-            left = _left(parts, values, partial(runs.gradient, number), number in join.trained)
+            gradient = partial(runs.gradient, number) if number in join.trained else None
+            left = _left(parts, values, gradient, _is_in_half(columns[0][0]))
             if not left:
                 place = output_place(outputs[start, *sizes][0], number)
                 raise _no_rule(parts, values, place)
             rules[number] = [name for name in names if name in left or name not in known]
-            unclear[number] = _apart([shares[name] for name in left])
+            unclear[number] = apart([shares[name] for name in left])
             break
     return replace(join, rules=rules, unclear=unclear)
 
@@ -495,8 +327,8 @@ def narrowed(join: Join, call: Call, runs: Runs, shares: Shares, is_due: bool) -
 def _left(
     parts: _Parts,
     values: Sequence[Tensor],
-    gradient: Callable[[Any], Tensor | None],
-    is_trained: bool,
+    gradient: Callable[[Any], Tensor | None] | None,
+    is_half: bool,
 ) -> list[str]:
     """Returns the rules that a number of a later batch may follow; empty if another one holds."""
     if float(values[0].abs()) < _TINY:
@@ -504,8 +336,9 @@ def _left(
     errors = parts.errors(values)
     best = min(errors.values(), default=math.inf)
     # by now the number may be small, and its rounding large
-    left = [rule for rule, error in errors.items() if error <= max(10 * best, 1e-6)]
-    if is_trained and (best > _EXACT or parts.tells_apart(left)):
+    limit = max(10 * best, _ROUNDING_IN_HALF if is_half else _ROUNDING)
+    left = [rule for rule, error in errors.items() if error <= limit]
+    if gradient is not None and (best > _EXACT or parts.tells_apart(left)):
         gradients = [gradient(inputs) for inputs in parts.inputs]
         found = [g for g in gradients if g is not None]
         if len(found) == len(gradients) and bool(found[0].any()):
@@ -532,19 +365,19 @@ def _telling_apart(
     """
     starts = [*accumulate(sizes, initial=0)]
 
-    def apart(first: int, middle: int, end: int) -> float:
+    def difference(first: int, middle: int, end: int) -> float:
         parts = []
         for of_rule in shares:
             one, both = sum(of_rule[first:middle]), sum(of_rule[first:end])
             # a sum has the share 1 in each
             parts.append([one / both if both and both <= 1 + _EQUAL_SHARES else one])
-        return _apart(parts)
+        return apart(parts)
 
     count = len(sizes)
-    pairs = sorted(range(count - 1), key=lambda k: -apart(k, k + 1, k + 2))
+    pairs = sorted(range(count - 1), key=lambda k: -difference(k, k + 1, k + 2))
     for k in pairs[:2]:
         yield starts[k], (sizes[k], sizes[k + 1])
-    middle = max(range(1, count), key=lambda k: apart(0, k, count))
+    middle = max(range(1, count), key=lambda k: difference(0, k, count))
     yield 0, (starts[middle], starts[-1] - starts[middle])
 
 
@@ -662,7 +495,7 @@ def _with_few_labels(call: Call) -> Any:
 
     The first sample keeps its last label; the second its first, one in the middle and its last.
     """
-    labels = _labels(call.inputs)
+    labels = labels_of(call.inputs)
     if labels is None:
         return call.inputs
     if not labels.numel() or (labels.dim() > 1 and labels.shape[1] < 4):
@@ -680,9 +513,10 @@ def _with_few_labels(call: Call) -> Any:
     return {**call.inputs, "labels": few}
 
 
-def _is_half(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype.itemsize < 4
-
-
-def _device_type(leaves: Sequence[Any]) -> str:
-    return next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+def _is_in_half(leaves: Sequence[Any]) -> bool:
+    """Returns whether an output is in half precision, or was computed in it."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    device = tensors[0].device.type if tensors else "cpu"
+    return torch.is_autocast_enabled(device) or any(
+        tensor.is_floating_point() and tensor.dtype.itemsize < 4 for tensor in tensors
+    )

@@ -33,9 +33,10 @@ from hybridtrain.piped.calls import (
     takes_cache,
     wants_cache_by_default,
 )
-from hybridtrain.piped.joining import CutBatch, Runs, joined, narrowed, proved, rules_for
+from hybridtrain.piped.joining import Runs, joined, narrowed, proved
 from hybridtrain.piped.optimizers import StaleOptimizers
 from hybridtrain.piped.replicas import Replicas
+from hybridtrain.piped.shares import CutBatch, rules_for
 from hybridtrain.piped.steps import (
     Kept,
     Kind,
