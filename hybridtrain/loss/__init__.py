@@ -12,6 +12,7 @@ text_metrics         metrics of generated texts by name
 from hybridtrain.loss.by_name import (
     LOSSES,
     METRICS,
+    CountFn,
     LossFn,
     accuracy,
     check_metric,
@@ -58,6 +59,7 @@ __all__ = [
     "WAY_OUT",
     "Accuracy",
     "BatchWeight",
+    "CountFn",
     "CountedLoss",
     "LossFn",
     "MeanLoss",

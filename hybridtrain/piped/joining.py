@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hybridtrain._base.accelerator import accelerator_of
 from hybridtrain._base.microbatch import merge, output_place
 from hybridtrain._base.text_table import counted
 from hybridtrain._base.values import leaves_of, named_leaves, same_constant
@@ -37,7 +38,15 @@ from hybridtrain.errors import BatchError, setting
 from hybridtrain.head import concatenated
 from hybridtrain.loss import IGNORED
 from hybridtrain.piped.calls import Call
-from hybridtrain.piped.shares import CutBatch, Rules, Shares, apart, labels_of, shares_by
+from hybridtrain.piped.shares import (
+    CutBatch,
+    OfSource,
+    Rules,
+    Shares,
+    apart,
+    labels_of,
+    shares_by,
+)
 
 # Tolerances of a number, and of tensors, relative to the largest value. Another order of summation
 # explains 1e-6; outputs in half precision are rounded.
@@ -237,7 +246,8 @@ def proved(call: Call, runs: Runs, rules: Rules) -> Join:
     Raises:
         BatchError: the output of the batch is not that of its samples; the message names the leaf.
     """
-    few, halves = replace(call, inputs=_with_few_labels(call)), (1, call.samples - 1)
+    is_known = any(isinstance(rule, OfSource) for rule in rules.values())
+    few, halves = replace(call, inputs=_with_few_labels(call, is_known)), (1, call.samples - 1)
     try:
         batch = _Parts(few, 0, halves, rules)
         whole, *outputs = map(runs.output, batch.inputs)
@@ -490,10 +500,14 @@ def _check_same(
         )
 
 
-def _with_few_labels(call: Call) -> Any:
+def _with_few_labels(call: Call, is_known: bool) -> Any:
     """Returns the inputs with so few labels that all rules differ.
 
     The first sample keeps its last label; the second its first, one in the middle and its last.
+
+    Args:
+        call: the call.
+        is_known: whether the model is known to ignore labels of -100.
     """
     labels = labels_of(call.inputs)
     if labels is None:
@@ -502,6 +516,10 @@ def _with_few_labels(call: Call) -> Any:
         return call.inputs
     known = labels.max()  # above -100, if any is
     if int(known) == IGNORED:
+        return call.inputs
+    # On a GPU, a label that the loss takes for a class ends the process.
+    on_host = accelerator_of(labels.device) is None
+    if not (is_known or on_host or bool((labels == IGNORED).any())):
         return call.inputs
     if labels.dim() == 1:
         few = torch.where(labels == IGNORED, known, labels)

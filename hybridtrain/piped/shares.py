@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain._base.accelerator import put
 from hybridtrain._base.values import named_leaves
 from hybridtrain.errors import ConfigError
-from hybridtrain.loss import IGNORED, count_of_output
+from hybridtrain.loss import IGNORED, CountFn, count_of_output
 from hybridtrain.piped.calls import ITEMS, Call
+
+_HOST = torch.device("cpu")
 
 # `count(inputs, samples)` of a micro-batch returns how much its number counts; None: it cannot be
 # counted.
@@ -48,6 +52,24 @@ def _attended(inputs: Any, samples: int) -> Tensor | None:
     if labels is None or not isinstance(mask, Tensor) or mask.shape != labels.shape:
         return None
     return ((labels != IGNORED) & (mask == 1)).sum()
+
+
+@dataclass(frozen=True)
+class OfSource:
+    """The count that the source of a transformers model states.
+
+    Attributes:
+        known: `known(inputs, targets)` returns it.
+    """
+
+    known: CountFn
+
+    def __call__(self, inputs: Any, samples: int) -> int | float | Tensor | None:
+        """Returns the count of a micro-batch; None without labels."""
+        targets = ("labels", "start_positions")
+        if not isinstance(inputs, Mapping) or all(inputs.get(name) is None for name in targets):
+            return None
+        return self.known({name: x for name, x in inputs.items() if name != ITEMS}, None)
 
 
 class _Selected(NamedTuple):
@@ -109,13 +131,7 @@ def rules_for(net: nn.Module, call: Call) -> Rules:
     except ConfigError:
         return rules
 
-    def of_source(inputs: Any, samples: int) -> int | float | Tensor | None:
-        targets = ("labels", "start_positions")
-        if not isinstance(inputs, Mapping) or all(inputs.get(name) is None for name in targets):
-            return None
-        return known({name: value for name, value in inputs.items() if name != ITEMS}, None)
-
-    return {f"the mean that {type(net).__name__} takes": of_source, **rules}
+    return {f"the mean that {type(net).__name__} takes": OfSource(known), **rules}
 
 
 class CutBatch(NamedTuple):
@@ -188,7 +204,7 @@ def _columns(tensors: Mapping[Any, Tensor]) -> dict[Any, list[float]]:
     for key, tensor in tensors.items():
         of_device.setdefault(tensor.device, []).append(key)
     for keys in of_device.values():
-        together = torch.cat([tensors[key].double() for key in keys]).tolist()
+        together = put(torch.cat([tensors[key].double() for key in keys]), _HOST).tolist()
         ends = accumulate((len(tensors[key]) for key in keys), initial=0)
         columns |= {key: together[a:b] for key, (a, b) in zip(keys, pairwise(ends), strict=True)}
     return columns

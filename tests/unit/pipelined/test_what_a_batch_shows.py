@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hybridtrain import pipelined
+from hybridtrain._base.accelerator import put
 from hybridtrain.errors import BatchError
 
 pytestmark = pytest.mark.usefixtures("seeded", "one_intra_op_thread")
@@ -186,6 +187,33 @@ def test_a_loss_over_nothing_in_the_first_batch_is_proved_in_the_next():
         torch.testing.assert_close(losses[1], losses[0], equal_nan=True, **CLOSE)
         if step:
             torch.testing.assert_close(gradients_of(piped), gradients_of(net), **CLOSE)
+
+
+class LookedUp(nn.Module):
+    """Takes labels for indices, where -100 would end a process with a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.prices = mlp(), nn.Parameter(torch.rand(3))
+        self.seen = set()
+
+    def forward(self, x, labels):
+        self.seen |= set(on_host(labels).tolist())
+        prices = self.prices[labels.clamp(min=0)]
+        return (F.cross_entropy(self.body(x), labels, reduction="none") * prices).mean()
+
+
+def test_on_a_gpu_a_model_gets_no_labels_that_it_may_take_for_classes():
+    x, labels = torch.randn(ROWS, 6), torch.randint(3, (ROWS,))
+    net = LookedUp()
+    with stand_in_gpus(2) as gpus:
+        devices = [str(device) for device in gpus.devices]
+        piped = pipelined(copy.deepcopy(net), devices=devices, chunks=3, split=["body.2"])
+        piped(put(x, gpus.devices[0]), put(labels, gpus.devices[0])).backward()
+        found = {name: on_host(p.grad) for name, p in piped.named_parameters()}
+    assert min(piped.seen) >= 0
+    net(x, labels).backward()
+    torch.testing.assert_close(found, gradients_of(net), **CLOSE)
 
 
 class WithAccuracy(nn.Module):
