@@ -211,3 +211,8 @@ def packed_weight(layer: nn.Module) -> tuple[str, Tensor] | None:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return name, tensor
     return None
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor has been changed in place; 0 if that is not counted."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -804,6 +804,43 @@ def is_traced(args: tuple[Any, ...]) -> bool:
     return torch._guards.detect_fake_mode(args) is not None
 
 
+class _FastAttention:
+    """Whether attention modules may take their faster path, for all threads that say no."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refused = 0  # by how many blocks
+        self._before = True
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        with self._lock:
+            if not self._refused:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._refused += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._refused -= 1
+                if not self._refused:
+                    torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_fast_attention = _FastAttention()
+
+
+def without_fast_attention() -> AbstractContextManager[None]:
+    """Returns a context in which attention in evaluation mode computes as in training mode.
+
+    In the block, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` do not take a faster
+    path, which they take only if no mode is active and no tensor is of a subclass: a cut or a
+    comparison would change their bits.
+    """
+    return _fast_attention.refused()
+
+
 # --- autograd
 
 # The function that torch.autograd.backward calls after checks of shapes, which take as long as the

@@ -192,6 +192,13 @@ class MessageWire:
             # ahead of the numbers, in the same queue: the receiver takes it in the same place
             self._formats[to] = form
             works, held = begin_send_format(form, self._world, self._peers[to.stage])
+        elif expected is not form and to.kind == "B":
+            raise SplitError(
+                f"{stage} sends gradients of other values than before: the loss, or a later stage, "
+                "has begun or stopped to use a value of an earlier one. With "
+                f"{setting('engine', 'distributed')} it must use the same in each step for inputs "
+                f"of the same shapes: multiply it by 0 instead, or use {setting('engine', 'local')}"
+            )
         elif expected is not form:
             raise SplitError(
                 f"{stage} sends values of different shapes or types than before, or different "
@@ -205,6 +212,11 @@ class MessageWire:
             dense(t, tensor_format).to(wire_device(tensor_format, self._wire_device))
             for t, tensor_format in zip(tensors, form.tensors, strict=True)
         ]
+        if to.kind == "F" and torch.is_grad_enabled():
+            # A value without a gradient may be a buffer, which the next micro-batch changes before
+            # it is sent.
+            pairs = zip(tensors, parts, strict=True)
+            parts = [part if t.requires_grad else part.clone() for t, part in pairs]
         works += begin_send(parts, self._world, self._peers[to.stage])
         # do not wait immediately: the receiver may itself be about to send to this process. Waiting
         # for the oldest send is safe: its receiver starts receiving it before it needs any later

@@ -37,7 +37,11 @@ from hybridtrain._base.microbatch import Microbatch, batch_size, chunk_sizes, sp
 from hybridtrain._base.precision import forward_context
 from hybridtrain._base.skip import skip_scope
 from hybridtrain._base.tensors import bytes_of_module
-from hybridtrain._base.torch_private import DRAWS_IN_OTHER_THREAD, without_modes
+from hybridtrain._base.torch_private import (
+    DRAWS_IN_OTHER_THREAD,
+    without_fast_attention,
+    without_modes,
+)
 from hybridtrain.errors import NotExactError, SplitError, UserError, argument, setting
 from hybridtrain.graph import Layer, arguments_of
 from hybridtrain.head import install as install_head
@@ -461,7 +465,12 @@ class _Run:
         outputs: list[Any] = []
         # Kernels add in an order that depends on the number of threads.
         threads = threads_per_lane(self._model.world.nb_part)
-        with self._as_before(net), _watching(calls, _inside(net, [net])), intra_op_threads(threads):
+        with (
+            self._as_before(net),
+            _watching(calls, _inside(net, [net])),
+            intra_op_threads(threads),
+            without_fast_attention(),  # as in the stages
+        ):
             for part, seeds_of_part in zip(parts, seeds, strict=True):
                 # For the watchdog: this runs without lanes and may take long.
                 activity.compared += 1  # progress

@@ -41,6 +41,7 @@ from hybridtrain._base.torch_private import (
     leave_draws,
     profiled,
     saved_hooks,
+    without_fast_attention,
     without_torch_function,
 )
 from hybridtrain.errors import ConfigError, UserError, argument, setting
@@ -118,6 +119,10 @@ class ForwardEngine:
 
     def run(self, step: Step) -> list[Any]:
         """Executes `step`; see `Engine.run`."""
+        with without_fast_attention():
+            return self._run(step)
+
+    def _run(self, step: Step) -> list[Any]:
         for stage in self._stages:
             stage.runs.follow_compiled()
         if len(self._stages) == 1:

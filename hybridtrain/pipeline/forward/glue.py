@@ -189,6 +189,10 @@ class Glue(TorchFunctionMode):
         # The cheapest questions first: this runs at every operation between layers.
         if trip is None or self.is_off or not trip.looks or func in DESCRIBING:
             return func(*args, **kwargs or {})
+        # Dynamo would trace the questions below about its own tensors; the compiled code calls a
+        # custom function, which `watch_autograd` sees.
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs or {})
         if func in _OF_GRADIENT:
             # What this asks of tensors is seen by the mode as well.
             with self.off():
@@ -236,7 +240,7 @@ class OnDevice(TorchFunctionMode):
     ) -> Any:
         if func is DEVICE and args[0].device in self._others:
             return self._device
-        if func is DEVICE or func in DESCRIBING:
+        if func is DEVICE or func in DESCRIBING or torch.compiler.is_compiling():
             return func(*args, **kwargs or {})
         args, kwargs = tree_map_only(Tensor, self._copy_of, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from hybridtrain._base import codec
 from hybridtrain._base.python_draws import watched_python_draws
 from hybridtrain._base.skip import skip_scope
-from hybridtrain._base.torch_private import (
-    FakeTensorMode,
-)
+from hybridtrain._base.torch_private import FakeTensorMode, without_fast_attention
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer, arguments_of
 from hybridtrain.partitioning import PlannedLayers, copy_of, fake_like
@@ -40,6 +38,7 @@ from hybridtrain.pipeline.forward.part_trip import (
     PartTrip,
     RehearsalTrip,
     is_elsewhere,
+    is_of_first_stage,
 )
 from hybridtrain.pipeline.forward.places import places_of
 from hybridtrain.pipeline.forward.rehearsal import InputElsewhere, Rehearsal
@@ -231,9 +230,11 @@ class PartEngine(ForwardEngine):
         trains = step.makes_graphs
         draws = self._rng.rehearsing().drawing_in_part(0, begins_here=True)
         trip = RehearsalTrip(self._mode_of_copies, model, draws, trains)
-        arguments = arguments_of(model.net, step.source(microbatch))
+        inputs = tree_map_only(Tensor, _own_integers, step.source(microbatch))
+        arguments = arguments_of(model.net, inputs)
         try:
             with (
+                without_fast_attention(),
                 torch.random.fork_rng([]),
                 torch.set_grad_enabled(trains),
                 skip_scope({}),
@@ -272,6 +273,11 @@ class PartEngine(ForwardEngine):
             owners=owners,
             names={id(t): name for name, t in (*copy.named_parameters(), *copy.named_buffers())},
         )
+
+
+def _own_integers(tensor: Tensor) -> Tensor:
+    """Returns a copy of an integer input, which the rehearsal may change; others get no values."""
+    return tensor if is_of_first_stage(tensor) else tensor.clone()
 
 
 def _fact(leaf: Any) -> Hashable:

@@ -166,12 +166,8 @@ class MessageTransport:
             self._formats[_INPUTS], tensors = pack(outlines, True)
         device = self._world.wire_device
         form = self._formats[_INPUTS]
-        self._pass_on(
-            [
-                dense(t, f).to(wire_device(f, device))
-                for t, f in zip(tensors, form.tensors, strict=True)
-            ]
-        )
+        parts = zip(tensors, form.tensors, strict=True)
+        self._pass_on([dense(t, f).to(wire_device(f, device)) for t, f in parts])
 
     def _receive_inputs(self) -> list[Any]:
         world, before = self._world, self._world.pipeline_rank - 1
@@ -188,9 +184,10 @@ class MessageTransport:
     def _pass_on(self, parts: list[Tensor]) -> None:
         """Sends inputs to the next process, and their format in the first step of a kind."""
         world, after = self._world, self._world.pipeline_rank + 1
-        self._held = parts  # until they are sent
         if after == world.processes_per_replica:
             return
+        # Copies, which live until they are sent: the forward may change the inputs before.
+        self._held = parts = [part.clone() for part in parts]
         if self._is_new:
             works, held = begin_send_format(self._formats[_INPUTS], world, after)
             self._sending += works

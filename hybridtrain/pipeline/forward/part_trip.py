@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from hybridtrain._base.skip import pop, stash
+from hybridtrain._base.tensors import version_of
 from hybridtrain._base.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -365,6 +366,9 @@ class RehearsalTrip(NumberedTrip):
         self._uses = Uses(len(model.devices))
         self._versions: dict[int, int] = {}  # of values, when their stage ended
         self._inputs: list[tuple[Tensor, int]] = []  # and their versions at the end of stage 0
+        self._integers: list[Tensor] = []  # inputs that all processes have
+        # buffers that no layer has, by name, and their versions at the end of stage 0
+        self._buffers: list[tuple[str, Tensor, int]] = []
 
     def go(self, arguments: tuple[tuple[Any, ...], dict[str, Any]], autocast: Any) -> Rehearsal:
         """Runs the forward."""
@@ -383,7 +387,8 @@ class RehearsalTrip(NumberedTrip):
             leaves_of(output)  # registers dataclasses
             self.output_here(output)  # the loss may use any of it
             # Not between layers, where a question is a use: the inputs would cross all borders.
-            is_changed = any(fake._version != version for fake, version in self._inputs)
+            is_changed = any(version_of(fake) != version for fake, version in self._inputs)
+            self._check_integers_and_buffers()
         if self._last and is_changed:
             raise SplitError(
                 "a later stage than the first changes an input of the model in place, but with "
@@ -391,6 +396,33 @@ class RehearsalTrip(NumberedTrip):
                 "a copy (.clone())"
             )
         return HeadOutput(None)
+
+    def _check_integers_and_buffers(self) -> None:
+        engine = setting("engine", "distributed")
+        if any(self._changes_of_fake(integers) for integers in self._integers):
+            raise SplitError(
+                f"a layer changes an integer input of the model in place, but with {engine} each "
+                "process has its own, and runs its own layers only: change a copy (.clone())"
+            )
+        for name, buffer, changes in self._buffers:
+            if version_of(buffer) + self._changes_of_fake(buffer) != changes:
+                raise SplitError(
+                    f"code between layers changes the buffer {name!r} after the first stage, but "
+                    f"with {engine} a buffer that no layer has is that of the first process: move "
+                    "it into the layer whose output it is computed from, or set "
+                    f"{setting('engine', 'local')}"
+                )
+
+    def _changes_of_fake(self, tensor: Tensor) -> int:
+        """Returns how often what stands for a tensor with values has been changed in place."""
+        pair = self._fakes.get(id(tensor))
+        return 0 if pair is None else version_of(pair[1])
+
+    def _numbered(self, leaf: Any, place: int) -> Any:
+        numbered = super()._numbered(leaf, place)
+        if isinstance(leaf, Tensor) and numbered is leaf:
+            self._integers.append(leaf)
+        return numbered
 
     def run_layer(self, place: LayerPlace, args: Any, kwargs: Any) -> Any:
         """Runs a layer; first registers the dataclasses that it gets, so that trips look inside."""
@@ -428,10 +460,15 @@ class RehearsalTrip(NumberedTrip):
         self._check_order(stage)
         while self.stage < stage:
             if not self.stage:
-                self._inputs = [(fake, fake._version) for fake, _ in self._inputs]
+                self._inputs = [(fake, version_of(fake)) for fake, _ in self._inputs]
+                self._buffers = [
+                    (name, buffer, version_of(buffer) + self._changes_of_fake(buffer))
+                    for name, buffer in self._model.net.named_buffers()
+                    if not isinstance(buffer, FakeTensor)
+                ]
             for key, (_, home, tensor) in self._numbers.items():
                 if home == self.stage:
-                    self._versions[key] = tensor._version
+                    self._versions[key] = version_of(tensor)
             self.stage += 1
             self._starts.append(next_node_number())
             self._note_stage()
@@ -444,7 +481,7 @@ class RehearsalTrip(NumberedTrip):
         entry = self._numbers.get(id(tensor))
         if entry is not None:
             number, home, _ = entry
-            if home < self.stage and tensor._version != self._versions[id(tensor)]:
+            if home < self.stage and version_of(tensor) != self._versions[id(tensor)]:
                 raise SplitError(
                     f"a value of shape {tuple(tensor.shape)} of an earlier stage is changed in "
                     f"place, and stage {self.stage} uses it under another name, but with "
@@ -566,7 +603,7 @@ class PartTrip(NumberedTrip):
                     alias = CutValue(tensor)
                     cut_leaf = self._model.cut_leaf[stage]
                     value = Cut.apply(cut_leaf, self, alias, tensor.device)
-                    alias.value, alias.version, alias.node = value, value._version, value.grad_fn
+                    alias.value, alias.version, alias.node = value, version_of(value), value.grad_fn
                     self._cuts_of[stage].append(alias)
                     tensor = value
                 self._arrived[stage][crossing.number] = tensor
@@ -606,20 +643,23 @@ class PartTrip(NumberedTrip):
         try:
             output = super().run_layer(place, args, kwargs)
             if place.stage in self._own and not place.stashes:
-                self._check_prediction(output)
+                self._check_output(place, output)
             return output
         finally:
             self._layers += 1
 
-    def _check_prediction(self, output: Any) -> None:
-        """Compares what a layer of this process returns with formulas that others rely on."""
+    def _check_output(self, place: LayerPlace, output: Any) -> None:
+        """Compares what a layer of this process returns with what stands for it in the others."""
         if self._layers >= len(self._rehearsal.outputs):
             return
-        expected = self._rehearsal.outputs[self._layers]
-        if expected.is_predicted:
-            if not expected.agrees_with(output):
-                raise self._another_path()
-            expected.is_predicted = False
+        if not self._rehearsal.outputs[self._layers].agrees_with(output):
+            raise SplitError(
+                f"layer {place.name!r} returns something else than in its rehearsal: with "
+                f"{setting('engine', 'distributed')} the structure, shapes, dtypes and plain "
+                "values of its output must depend on the shapes of its inputs alone, not on values "
+                "nor on an attribute that changes; use "
+                f"{setting('engine', 'local')} for this model"
+            )
 
     def _number(self, tensor: Tensor, number: Number) -> None:
         if self.stage in self._own:

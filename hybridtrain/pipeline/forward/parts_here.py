@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain._base.precision import ThreadState
 from hybridtrain.launch import LaneActivity
@@ -58,7 +59,9 @@ class _QueueTransport:
         self._device = device
 
     def begin_step(self, step: Step, kinds_of: KindsOf) -> tuple[list[Any], Sequence[Hashable]]:
-        inputs = [step.source(number) for number in range(step.schedule.chunks)]
+        chunks = range(step.schedule.chunks)
+        # Of each process: a layer may change them in place.
+        inputs = [tree_map_only(Tensor, torch.clone, step.source(number)) for number in chunks]
         outlines = list(map(outline, inputs))
         return inputs if self._is_first else outlines, kinds_of(step, outlines)
 

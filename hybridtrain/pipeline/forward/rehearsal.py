@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,7 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from hybridtrain._base.tensors import version_of
 from hybridtrain._base.torch_private import FakeTensor, FakeTensorMode
+from hybridtrain._base.values import same_constant
 from hybridtrain.pipeline.forward.glue import PLAIN
 
 Number = tuple[int, int] | str
@@ -81,10 +84,7 @@ class LayerOutput:
     Attributes:
         draws: see the arguments.
         formats: the formats of the tensors that it has made.
-        is_predicted: whether the layer has not run on arguments of these sizes.
     """
-
-    is_predicted = False
 
     def __init__(self, output: Any, arguments: Any, draws: Any) -> None:
         self.draws = draws
@@ -127,19 +127,27 @@ class LayerOutput:
         """Returns the output of the layer for arguments of other sizes."""
         output = copy.copy(self)
         output.formats, output._made = list(formats), {}
-        output.is_predicted = True
         return output
 
     def agrees_with(self, output: Any) -> bool:
-        """Returns whether an output with values has the shapes and dtypes of this one."""
+        """Returns whether an output with values has the structure, shapes, dtypes and plain values
+        of this one."""
+        if type(output) is Tensor and type(self._leaves[0]) is _Made:  # most often
+            form = self.formats[0]
+            is_alone = self._spec.is_leaf()
+            return is_alone and output.shape == form.shape and output.dtype is form.dtype
         leaves, spec = tree_flatten(output)
         if spec != self._spec:
             return False
         for leaf, mine in zip(leaves, self._leaves, strict=True):
             if type(mine) is _Made:
                 form = self.formats[mine.number]
+                if not isinstance(leaf, Tensor):
+                    return False
                 if (leaf.shape, leaf.dtype) != (form.shape, form.dtype):
                     return False
+            elif type(mine) is not _Given and type(mine) in PLAIN and not same_constant(leaf, mine):
+                return False
         return True
 
     def has_structure_of(self, other: LayerOutput) -> bool:
@@ -174,7 +182,8 @@ class LayerOutput:
                 leaf = given[leaf.place]
             elif type(leaf) is _Made:
                 tensor = made[leaf.number]
-                if tensor is None or tensor._version:  # new, or code between layers has changed it
+                # New, or code between layers has changed it.
+                if tensor is None or version_of(tensor):
                     form = self.formats[leaf.number]
                     tensor = made[leaf.number] = fake_of(form, mode, device)
                 leaf = tensor
@@ -198,11 +207,16 @@ class _Made(NamedTuple):
 def fake_of(form: ValueFormat, mode: FakeTensorMode, device: torch.device) -> Tensor:
     """Returns a fake tensor: not a leaf if it needs a gradient, so that code may change it."""
     # not by an operation in the mode, which takes ten times as long
-    with torch.enable_grad(), torch._C.DisableTorchFunction():
+    with torch.enable_grad(), _no_inference(), torch._C.DisableTorchFunction():
         memory = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
         if form.requires_grad:
             return _NotALeaf.apply(_LEAF, memory, mode, device)  # type: ignore[no-any-return]
         return FakeTensor(mode, memory, device)
+
+
+def _no_inference() -> AbstractContextManager[object]:
+    # An inference tensor has no version, and could not be used in a later step with gradients.
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class _NotALeaf(torch.autograd.Function):
@@ -240,7 +254,7 @@ class Rehearsal:
     def input(self, number: Number, form: ValueFormat, mode: FakeTensorMode, device: Any) -> Tensor:
         """Returns an input without values, the same one as for earlier micro-batches."""
         tensor = self._inputs.get((mode, number))
-        if tensor is None or tensor._version:
+        if tensor is None or version_of(tensor):
             tensor = self._inputs[mode, number] = fake_of(form, mode, device)
         return tensor
 

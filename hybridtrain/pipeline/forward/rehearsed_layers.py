@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from hybridtrain._base.precision import ThreadState
-from hybridtrain._base.tensors import storage_id
+from hybridtrain._base.tensors import storage_id, version_of
 from hybridtrain._base.values import is_constant, leaves_of
 from hybridtrain.errors import UserError
 from hybridtrain.graph import Layer
@@ -102,7 +102,7 @@ class RehearsedLayers:
             with suppress(Exception):  # objects that cannot be copied
                 run = self._run_with_symbols(position, trip, spec, formats, state)
                 trip.lessons.append(partial(formulas.learn, run))
-        draws, versions = trip.draws.operations, [_version_of(leaf) for leaf in leaves]
+        draws, versions = trip.draws.operations, _versions_of(leaves)
         try:
             returned = trip.on_fakes(self._modules[position], args, kwargs)
         except UserError:  # about the model as a whole
@@ -114,7 +114,7 @@ class RehearsedLayers:
         leaves_of(values)  # registers dataclasses
         output = LayerOutput(values, (args, kwargs), trip.draws.counts)
         trip.rehearsal.outputs.append(output)
-        if versions == [_version_of(leaf) for leaf in leaves] and _is_separate(returned, leaves):
+        if versions == _versions_of(leaves) and _is_separate(returned, leaves):
             answer = trip.known[key] = Answer(output, trip.draws.operations - draws)
             if formulas is not None:
                 formulas.add(numbers_of(formats), answer)
@@ -167,8 +167,8 @@ class RehearsedLayers:
         return run
 
 
-def _version_of(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+def _versions_of(leaves: Sequence[Any]) -> list[int]:
+    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _is_separate(returned: Any, arguments: Sequence[Any]) -> bool:

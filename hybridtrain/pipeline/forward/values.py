@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hybridtrain._base.tensors import storage_id
+from hybridtrain._base.tensors import storage_id, version_of
 from hybridtrain._base.torch_private import move_hooks, number_of_node
 from hybridtrain.errors import SplitError
 from hybridtrain.pipeline.autograd_graph import nodes_from
@@ -89,7 +89,7 @@ class _Copies:
     def __init__(self, source: Tensor) -> None:
         self.source = source
         self.values = [source]
-        self.version = _version_of(source)
+        self.version = version_of(source)
         self.is_changed = False
 
     def on(self, device: torch.device) -> Tensor:
@@ -103,17 +103,13 @@ class _Copies:
         value = copied(last, device) if equal is None else equal
         self.values = [other for other in self.values if other is not value]
         self.values.append(value)
-        self.version = _version_of(value)
+        self.version = version_of(value)
         return value
 
     @property
     def has_changed(self) -> bool:
         """Whether the stage that took the last copy has changed it since."""
-        return _version_of(self.values[-1]) != self.version
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+        return version_of(self.values[-1]) != self.version
 
 
 class StageValues:

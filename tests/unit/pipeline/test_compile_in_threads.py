@@ -124,3 +124,44 @@ def test_a_stage_runs_compiled_code_while_another_compiles(compiler):
     model = hybrid(net(3), 3, compile=True, self_check=False, schedule="gpipe")
     model.train_step(*regression(8), F.mse_loss)
     assert has_run.is_set()
+
+
+@torch.compile(backend="eager")
+def gated(x, skip):
+    return x * torch.sigmoid(x) + 0.5 * skip
+
+
+class Gated(nn.Linear):
+    def forward(self, x, skip):
+        return gated(super().forward(x), skip)
+
+
+class Skips(nn.Module):
+    """A compiled function in a layer of the second stage, and one between layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.c, self.d = Gated(6, 6), TanhLinear(6)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        y = self.c(self.b(h).tanh(), h)
+        return self.d(gated(y, h))
+
+
+def test_a_function_that_the_user_has_compiled_sees_the_values_of_its_stage():
+    torch._dynamo.reset()
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    plain = Skips()
+    model = hybrid(Skips(), nb_part=2, chunks=2, split=["c"], example_inputs=x)
+    for _ in range(9):  # some steps look inside of layers, and others do not
+        model.zero_grad()
+        plain.zero_grad()
+        loss = model.train_step(x, y, F.mse_loss).loss
+        pairs = zip(x.split(3), y.split(3), strict=True)
+        expected = sum(F.mse_loss(plain(part), target) / 2 for part, target in pairs)
+        expected.backward()
+        torch.testing.assert_close(loss.as_subclass(torch.Tensor), expected.detach())
+        assert_same_gradients(model.net, plain)
