@@ -10,17 +10,19 @@ import itertools
 import logging
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.microbatch import Unread, batch_size
 from hybridtrain.data.fetch import check_pair, name_of
 from hybridtrain.data.loader import (
@@ -112,7 +114,8 @@ class AgreedLoader(Loader):
         reads = reads_here(readers, self._world)
         if not reads:  # only a reader can follow the states
             start = replace(start, states={}, worker=0)
-        start = start if start.states else start.next
+        if not start.states or (start.ended and self._state_begins_epoch):
+            start = start.next
         if start.batch:
             activity.catching_up()
         name, at = name_of(self.dataset), start.next
@@ -296,7 +299,9 @@ class OwnLoader(AgreedLoader):
     batches of similar length. `set_epoch(epoch)` is called before each epoch on the loader, its
     samplers and its data set, if they define it. If the loader has `state_dict` and
     `load_state_dict`, like torchdata's StatefulDataLoader, a resumed run continues from its state;
-    otherwise it iterates over the earlier batches of the epoch again and skips them.
+    otherwise it iterates over the earlier batches of the epoch again and skips them, with the random
+    generators as they were at the start of the epoch: the default ones of PyTorch, Python and
+    NumPy, and each `torch.Generator` of the loader, its samplers and data sets.
 
     The constructor is a collective call.
 
@@ -349,38 +354,56 @@ class OwnLoader(AgreedLoader):
                     "which divides them"
                 )
         super().__init__(loader, 1, world)
-        self.has_state = has_state(loader)
+        self.has_state = True  # its own, or that of the generators
+        self._state_begins_epoch = not has_state(loader)
+        # An older checkpoint has no state of the generators.
+        self.optional = self._state_begins_epoch
         # an epoch lasts until the last replica has run out
         lengths = [length for length in world.gather(length_of(loader)) if length is not None]
         self.batches_per_epoch = max(lengths, default=None)
 
     def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
+        skip, generators = start.batch, None
         if start.states:
-            _set_epoch(self.dataset, start.epoch)
-            self.dataset.load_state_dict(pickle.loads(start.states[0]))
-        skip = 0 if start.states else start.batch
+            state = pickle.loads(start.states[0])
+            if self._state_begins_epoch:
+                generators = state
+            else:
+                _set_epoch(self.dataset, start.epoch)
+                self.dataset.load_state_dict(state)
+                skip = 0
         for epoch in itertools.count(start.epoch):
             _set_epoch(self.dataset, epoch)
-            yield self._pieces(skip)
-            skip = 0
+            yield self._pieces(skip, generators)
+            skip, generators = 0, None
 
-    def _pieces(self, skip: int) -> Generator[Piece, None, None]:
-        digest = None
+    def _pieces(self, skip: int, generators: Any) -> Generator[Piece, None, None]:
+        digest, state = None, None
+        if self._state_begins_epoch:
+            # They stay as the loader leaves them, as in a run that was not interrupted.
+            if generators is not None:
+                _rewind(self.dataset, generators)
+            state = pickle.dumps(_generator_states(self.dataset))
         for number, batch in enumerate(self.dataset):
             check_pair(batch, self.dataset)
             if digest is None:
                 digest = digest_of(batch)
             if number >= skip:
-                # Right after the batch: the loader advances with the next one.
-                state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
+                if not self._state_begins_epoch:
+                    # Right after the batch: the loader advances with the next one.
+                    state = pickle.dumps(self.dataset.state_dict())
                 yield Piece([tuple(batch)], [batch_size(*batch)], digest=digest, state=state)
 
     def _gathered_states(self, at: Position) -> list[Any]:
         state = pickle.loads(at.states[0]) if at.states else None
+        if state is None and self._state_begins_epoch:
+            state = _generator_states(self.dataset)  # the next batch begins an epoch
         return self._gather_by_replica(state)
 
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
         if len(states) != self._world.data_parallel_size:
+            if self._state_begins_epoch:
+                return {}, 0
             raise CheckpointError(
                 f"the checkpoint has the state of {name_of(self.dataset)} for {len(states)} "
                 f"replicas, not for {self._world.data_parallel_size}: resume with the same number, "
@@ -395,10 +418,54 @@ def as_loader(train: Loader | Iterable[Any], world: World) -> Loader:
     return train.at_start() if isinstance(train, Loader) else OwnLoader(train, world)
 
 
+def _parts(loader: Any) -> list[Any]:
+    """Returns a loader, its samplers and data set, and theirs, each once."""
+    parts: list[Any] = []
+    found = [loader]
+    for part in found:
+        if part is not None and not any(part is other for other in parts):
+            parts.append(part)
+            found += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    return parts
+
+
 def _set_epoch(loader: Any, epoch: int) -> None:
-    for part in (
-        loader,
-        *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")),
-    ):
+    for part in _parts(loader):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Returns the generators that the parts of a loader hold, each once."""
+    values = [value for part in _parts(loader) for value in getattr(part, "__dict__", {}).values()]
+    held = [value for value in values if isinstance(value, torch.Generator)]
+    return list({id(generator): generator for generator in held}.values())
+
+
+def _generator_states(loader: Any) -> dict[str, Any]:
+    """Returns the states of the default generators and those of a loader, as JSON types."""
+    of_torch, (version, numbers, gauss), (name, keys, *rest) = default_generators()
+    own = [generator.get_state() for generator in _generators(loader)]
+    return {
+        "torch": [state.numpy().tobytes().hex() for state in (of_torch, *own)],
+        "python": [version, np.array(numbers, np.uint32).tobytes().hex(), gauss],
+        "numpy": [name, keys.tobytes().hex(), *rest],
+    }
+
+
+def _rewind(loader: Any, states: Mapping[str, Any]) -> None:
+    """Restores the generators to states from `_generator_states`."""
+    of_torch, *own = [
+        torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states["torch"]
+    ]
+    version, numbers, gauss = states["python"]
+    name, keys, *rest = states["numpy"]
+    of_python = version, tuple(_words(numbers).tolist()), gauss
+    rewind((of_torch, of_python, (name, _words(keys), *rest)))
+    # A loader may have got or lost a generator since, at the end of an epoch.
+    for generator, state in zip(_generators(loader), own, strict=False):
+        generator.set_state(state)
+
+
+def _words(text: str) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytes.fromhex(text), np.uint32)

@@ -138,7 +138,8 @@ class Loader:
 
     Attributes:
         batches_per_epoch: the number of batches per epoch; None if it is unknown.
-        has_state: whether the data set has `state_dict` and `load_state_dict`.
+        has_state: whether a `state_dict` has more than the position: the state of the data set, or
+            of generators.
         position: the position of the next batch. If a loop exits early, the next loop starts the
             next epoch; a run that loads a state saved at the break continues in the interrupted
             epoch.
@@ -176,6 +177,8 @@ class Loader:
         self.options = with_settings(options or LoaderOptions(), settings)
         self.batches_per_epoch: int | None = None
         self.has_state = False
+        # whether a state is that of the start of its epoch, which is read again up to the batch
+        self._state_begins_epoch = False
         self.position = Position()
         self.current: Batch | None = None
         self._world = world
@@ -282,6 +285,7 @@ class Loader:
         at, source = self.position, None
         if self.has_state:
             # The position of the last batch: at the end of an epoch, the data set is still in it.
+            at = at.next if self._state_begins_epoch else at
             source = {"epoch": at.epoch, "batch": at.batch, "states": self._gathered_states(at)}
         return {
             "epoch": self.epoch,
@@ -291,13 +295,15 @@ class Loader:
             **({"grouped": True} if self.options.group_by_length else {}),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Continues from a `state_dict`; with another batch size, at the batch with its sample.
 
         Raises:
             CheckpointError: the data set's states are for other numbers of replicas or workers, or
                 the epoch has a different order, see `grouped`.
         """
+        if state_dict is None:  # an older checkpoint, whose trainer restores the position
+            return
         sample = state_dict["batch"] * state_dict["batch_size"]
         is_grouped, groups = state_dict.get("grouped", False), self.options.group_by_length
         same_size = state_dict["batch_size"] == self.batch_size

@@ -1,6 +1,7 @@
 """Iterable data sets: every sample once, the same batches for any division, exact resume."""
 
 import itertools
+import json
 import random
 from itertools import chain
 
@@ -11,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import thinned, thorough
 from support.loaders import Replicas, counted, take, world_of
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
+from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.data import EvalLoader, OwnLoader, StreamLoader, TrainLoader
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.errors import CheckpointError, DataError
@@ -382,6 +393,79 @@ def test_a_loader_without_state_goes_on_at_the_same_batch():
     own = OwnLoader(loader, world_of(0, 1))
     assert own.batches_per_epoch == 4
     assert [counted(x) for x in take(own, 3, 2, 2)] == [[4, 5, 6, 7], [8, 9], [0, 1, 2]]
+
+
+class Drawn:
+    """A sampler whose order is drawn anew in each epoch."""
+
+    def __init__(self, shuffle, **attributes):
+        self.shuffle = shuffle
+        vars(self).update(attributes)
+
+    def __iter__(self):
+        order = list(range(10))
+        self.shuffle(order)
+        yield from order
+
+    def __len__(self):
+        return 10
+
+
+def own_shuffled(kind):
+    own = torch.Generator().manual_seed(3)
+    samplers = {
+        "python": Drawn(random.shuffle),
+        "numpy": Drawn(np.random.shuffle),
+        "the batch sampler's": BatchSampler(RandomSampler(table(), generator=own), 3, False),
+    }
+    settings = {
+        "torch": {"batch_size": 3, "shuffle": True},
+        "the loader's": {"batch_size": 3, "shuffle": True, "generator": own},
+        "python": {"batch_size": 3, "sampler": samplers["python"]},
+        "numpy": {"batch_size": 3, "sampler": samplers["numpy"]},
+        "the batch sampler's": {"batch_sampler": samplers["the batch sampler's"]},
+    }
+    return OwnLoader(DataLoader(table(), **settings[kind]), world_of(0, 1))
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 6])  # epochs of 4 batches
+@pytest.mark.parametrize(
+    "kind", ["torch", "the loader's", "python", "numpy", "the batch sampler's"]
+)
+@pytest.mark.quick_cases("torch-6", "torch-4")
+def test_a_shuffled_loader_of_ones_own_goes_on_in_the_same_order(kind, at):
+    default = default_generators()
+    whole = [counted(batch) for batch in take(own_shuffled(kind), 11)]
+    rewind(default)
+    first = own_shuffled(kind)
+    begun = [counted(batch) for batch in take(first, at)]
+    state = json.loads(json.dumps(first.state_dict()))
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(1234)
+    again = own_shuffled(kind)
+    again.load_state_dict(state)
+    rest = [counted(batch) for batch in take(again, 11 - at)]
+    assert begun + rest == whole
+    assert sorted(chain(*whole[:4])) == sorted(chain(*whole[4:8])) == list(range(10))
+    assert whole[:4] != whole[4:8]
+
+
+def test_every_sampler_of_a_loader_gets_each_epoch_once():
+    class Sampler(DistributedSampler):
+        epochs = ()
+
+        def set_epoch(self, epoch):
+            super().set_epoch(epoch)
+            self.epochs = (*self.epochs, epoch)
+
+    sampler, data = Sampler(table(), 1, 0), table()
+    data.set_epoch = (epochs := []).append
+    batches = BatchSampler(sampler, 4, False)
+    loader = DataLoader(Subset(data, range(10)), batch_sampler=batches)
+    found = [counted(batch) for batch in take(OwnLoader(loader, world_of(0, 1)), 6)]
+    assert sampler.epochs == (0, 1)
+    assert epochs == [0, 1]
+    assert found[:3] != found[3:]
 
 
 def test_a_loader_that_gives_every_replica_all_samples_is_refused():
