@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from hybridtrain._base.construction import default_generators, rewind
@@ -41,6 +40,10 @@ from hybridtrain.launch import activity
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
+
+
+# the keys of the states of generators in a checkpoint
+_GENERATORS = {"torch", "python", "numpy"}
 
 
 class Piece(NamedTuple):
@@ -171,6 +174,7 @@ class AgreedLoader(Loader):
         """
         # with drop_last, the epoch ends before an incomplete batch
         at_least = self.batch_size if self.options.drop_last else 1
+        owned = self._world.owned_replicas
         reads, every = reads_here(readers, self._world), all_read(readers, self._world)
         is_alone = every and self._world.data_parallel_size == 1
         begin = None if is_alone else self._world.begin_max
@@ -184,9 +188,13 @@ class AgreedLoader(Loader):
         first = True
         while True:
             after_following = next(pieces, None) if following else None
+            if piece is not None:
+                # A replica that runs out later pads with its own last batch.
+                counted = [b for b, n in zip(piece.batches, piece.samples, strict=True) if n]
+                spare = counted[0] if counted else spare
             # Started before the wait for the last one, so that it overlaps with the step that uses
             # this batch.
-            next_message = exchange(following, after_following)
+            next_message = exchange(following, after_following, spare)
             counts, next_counts, digests, sizes = message()
             total = sum(counts)
             if first:
@@ -194,10 +202,10 @@ class AgreedLoader(Loader):
                 # All processes have the same counts, so all of them call `gather`, or none. The
                 # exchange above was started before it everywhere.
                 if total >= at_least and 0 in counts and self.divided:
-                    sample = _one_sample(piece.batches[0]) if piece is not None else None
-                    spare = next(
-                        gathered for gathered in self._world.gather(sample) if gathered is not None
-                    )
+                    sends = piece is not None and not any(counts[: owned.start])  # the first one
+                    others = self._world.gather(piece.batches[0] if piece and sends else None)
+                    padding = next(batch for batch in others if batch is not None)
+                    spare = padding if spare is None else spare
             if piece is not None and piece.total not in (None, total):
                 raise DataError(
                     f"the replicas read different samples from {name_of(self.dataset)}: the order "
@@ -206,17 +214,18 @@ class AgreedLoader(Loader):
                 )
             if total < at_least:
                 return
-            owned = self._world.owned_replicas
             if piece is not None:
                 batches, samples = piece.batches, piece.samples
-                counted = [b for b, count in zip(batches, samples, strict=True) if count]
-                # A replica that runs out later pads with a sample of its own last batch.
-                spare = counted[0] if counted else spare
             elif not reads:
+                # Without a size, the replica has had no batch, and pads with the one sent.
+                sent = batch_size(*spare) if spare is not None else 1
+                sizes = [size or sent for size in sizes]
                 batches, samples = unread_batches(sizes, owned), [counts[i] for i in owned]
             else:
                 # It counts for nothing, but the replica must take part in the step's collectives.
-                batches, samples = [_one_sample(spare)] * len(owned), [0] * len(owned)
+                # Whole, because batch norm needs several samples, and only a collate function
+                # knows which values of a batch have samples.
+                batches, samples = [spare] * len(owned), [0] * len(owned)
             last = sum(next_counts) < at_least
             yield batch_of_shares(batches, samples, owned, total, last), piece
             if last:
@@ -241,6 +250,7 @@ def begin_exchange(
     with_sizes: bool,
     piece: Piece | None,
     following: Piece | None = None,
+    spare: Any = None,
 ) -> Callable[[], list[list[int]]]:
     """Starts exchanging the sample counts of two pieces with other processes.
 
@@ -250,18 +260,20 @@ def begin_exchange(
         with_sizes: also exchange the sizes of the first piece's batches.
         piece: this process's next piece, if any.
         following: the piece after it, if any.
+        spare: the batch that pads without a piece, if it is known.
 
     Returns:
         a function that waits and returns lists of a value for each logical replica: the sample
         counts of the first piece and of the second piece, the digests, and the number of samples in
-        the first piece's batches, which include padding. 0 where no process has a piece.
+        the first piece's batches, which include padding. 0 where no process has a piece or spare.
     """
     rows = [[0] * 4 for _ in range(world.logical_replicas)]
     for number, replica in enumerate(world.owned_replicas):
         count = piece.samples[number] if piece else 0
         next_count = following.samples[number] if following else 0
         # a collate function may return more or fewer samples than it gets
-        size = batch_size(*piece.batches[number]) if piece and with_sizes else 0
+        batch = piece.batches[number] if piece else spare
+        size = batch_size(*batch) if batch is not None and with_sizes else 0
         rows[replica] = [count, next_count, piece.digest if piece else 0, size]
     # On the CPU: gloo's thread reduces it in place while the step runs.
     values = torch.tensor(rows)
@@ -287,11 +299,6 @@ def unread_batches(sizes: Sequence[int], owned: Iterable[int]) -> list[tuple[Unr
     return [(batch, batch) for batch in batches]
 
 
-def _one_sample(batch: Any) -> Any:
-    """Returns a batch with the first sample of `batch`."""
-    return tree_map_only(Tensor, lambda leaf: leaf[:1] if leaf.dim() else leaf, batch)
-
-
 class OwnLoader(AgreedLoader):
     """Wraps a user's loader: any iterable of `(inputs, targets)`, iterated once per epoch.
 
@@ -299,9 +306,9 @@ class OwnLoader(AgreedLoader):
     batches of similar length. `set_epoch(epoch)` is called before each epoch on the loader, its
     samplers and its data set, if they define it. If the loader has `state_dict` and
     `load_state_dict`, like torchdata's StatefulDataLoader, a resumed run continues from its state;
-    otherwise it iterates over the earlier batches of the epoch again and skips them, with the random
-    generators as they were at the start of the epoch: the default ones of PyTorch, Python and
-    NumPy, and each `torch.Generator` of the loader, its samplers and data sets.
+    otherwise it iterates over the earlier batches of the epoch again and skips them, with the
+    random generators as they were at the start of the epoch: the default ones of PyTorch, Python
+    and NumPy, and each `torch.Generator` of the loader, its samplers and data sets.
 
     The constructor is a collective call.
 
@@ -401,6 +408,9 @@ class OwnLoader(AgreedLoader):
         return self._gather_by_replica(state)
 
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
+        is_of_generators = any(isinstance(x, dict) and x.keys() == _GENERATORS for x in states)
+        if is_of_generators is not self._state_begins_epoch:
+            return {}, 0  # the loader has got or lost its own state: read again
         if len(states) != self._world.data_parallel_size:
             if self._state_begins_epoch:
                 return {}, 0

@@ -57,8 +57,8 @@ class Batch:
             model runs several logical replicas.
         targets: as `inputs`.
         samples: the number of samples of the share that count. It is 0 if the global batch has
-            fewer samples than there are replicas: the share is then one padding sample, because
-            every replica must take part in the step.
+            fewer samples than there are replicas, or this replica has run out: the share is then
+            only padding, because every replica must take part in the step.
         total: the number of samples of the global batch.
         last: whether it is the last batch of its epoch.
     """

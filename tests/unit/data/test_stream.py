@@ -23,6 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from hybridtrain import shared
 from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.data import EvalLoader, OwnLoader, StreamLoader, TrainLoader
 from hybridtrain.data.same_data import digest_of
@@ -99,7 +100,7 @@ def check_agreed(found):
         total = sum(batch.samples for batch in together)
         assert {batch.total for batch in together} == {total}
         assert len({batch.last for batch in together}) == 1
-        assert all(len(batch.inputs) == max(1, batch.samples) for batch in together)
+        assert all(len(batch.inputs) == batch.samples or not batch.samples for batch in together)
         batches.append(sorted(chain.from_iterable(map(counted, together))))
     return batches
 
@@ -386,6 +387,29 @@ def test_replicas_with_loaders_of_different_lengths_take_equally_many_steps():
         return options.total_steps(loader.batches_per_epoch), len(take(loader, 8))
 
     assert Replicas(2).run(lengths) == [(8, 8), (8, 8)]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_replica_that_has_run_out_pads_with_a_whole_batch_of_any_values(first):
+    class Pairs:
+        def __init__(self, world):
+            self.numbers = range(first + 2 * world.data_parallel_rank)
+
+        def __iter__(self):
+            for number in self.numbers:
+                x = torch.arange(3.0) + 10 * number + 100 * len(self.numbers)
+                mask, rows = shared(torch.eye(4)), np.arange(3) + number
+                yield {"x": x, "mask": mask, "rows": rows}, 10 * x
+
+    found = Replicas(2).run(lambda world: take(OwnLoader(Pairs(world), world), 2 + first))
+    donor = found[0] if first else found[1]
+    for padding in found[0][first:]:
+        assert (padding.samples, padding.total) == (0, 3)
+        assert torch.equal(padding.inputs["x"], donor[0].inputs["x"])
+        assert torch.equal(padding.inputs["mask"].value, torch.eye(4))
+        assert padding.inputs["rows"].tolist() == [0, 1, 2]
+        assert torch.equal(padding.targets, donor[0].targets)
+    assert [batch.samples for batch in found[1]] == [3] * (2 + first)
 
 
 def test_a_loader_without_state_goes_on_at_the_same_batch():
