@@ -453,8 +453,23 @@ def is_stream(dataset: Any) -> bool:
 
 
 def has_state(dataset: Any) -> bool:
-    """Returns whether a data set or a loader can save and load its state."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    """Returns whether a data set or a loader can save and load its whole state."""
+    saves = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return saves and not has_shuffle_buffer(dataset)
+
+
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Returns whether a Hugging Face stream shuffles in a buffer, which its state lacks.
+
+    After `load_state_dict`, it would fill the buffer with later samples and lose its content.
+    """
+    found = [getattr(dataset, "_ex_iterable", None)]
+    for part in found:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+        found += [each for each in inner if each is not None]
+    return False
 
 
 def batches_in(samples: int, batch_size: int, options: LoaderOptions) -> int:

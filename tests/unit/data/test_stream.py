@@ -5,9 +5,11 @@ import json
 import random
 from itertools import chain
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import thinned, thorough
@@ -322,6 +324,51 @@ def test_objects_in_an_array_are_compared_by_their_values():
     texts = [np.array(["".join(["ab", end])], dtype=object) for end in ("c", "c", "d")]
     same, again, other = map(digest_of, texts)
     assert same == again != other
+
+
+def hub_stream(samples=48):
+    rows = datasets.Dataset.from_dict({"number": list(range(samples))})
+    return rows.to_iterable_dataset(num_shards=4)
+
+
+def hub_loader(stream, world):
+    def collate(rows):
+        numbers = torch.tensor([row["number"] for row in rows])
+        return numbers, 10 * numbers
+
+    return StreamLoader(stream, 4, world, collate=collate)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("buffer", [None, 20])
+def test_a_hub_stream_resumes_without_losing_rows_also_with_a_shuffle_buffer(
+    buffer, mapped, caplog
+):
+    stream = hub_stream()
+    stream = stream if buffer is None else stream.shuffle(seed=1, buffer_size=buffer)
+    stream = datasets.concatenate_datasets([stream.map(dict), hub_stream(8)]) if mapped else stream
+    whole = [counted(batch) for batch in hub_loader(stream, world_of(0, 1)).batches()]
+    first, again = hub_loader(stream, world_of(0, 1)), hub_loader(stream, world_of(0, 1))
+    begun = [counted(batch) for batch in take(first, 5)]
+    again.load_state_dict(first.state_dict())
+    with caplog.at_level("INFO", "hybridtrain"):
+        rest = [counted(batch) for batch in again.batches()]
+    assert begun + rest == whole
+    assert sorted(chain(*whole)) == sorted([*range(48), *(range(8) if mapped else ())])
+    line = "reading IterableDataset again up to batch 5, because its state lacks its shuffle buffer"
+    assert [line in text for text in caplog.messages] == ([] if buffer is None else [True])
+
+
+def test_a_hub_stream_that_the_script_has_divided_is_not_divided_again():
+    def seen(world):
+        part = split_dataset_by_node(hub_stream(), world.data_parallel_rank, 2)
+        return [number for batch in hub_loader(part, world).batches() for number in counted(batch)]
+
+    assert sorted(chain(*Replicas(2).run(seen))) == list(range(48))
+    for replicas in (1, 3):
+        message = rf"is part 1 of 2 by split_dataset_by_node, but .* part 0 of {replicas}: pass the"
+        with pytest.raises(DataError, match=message):
+            hub_loader(split_dataset_by_node(hub_stream(), 1, 2), world_of(0, replicas))
 
 
 # Loaders of one's own.
