@@ -365,9 +365,17 @@ class OwnLoader(AgreedLoader):
         self._state_begins_epoch = not has_state(loader)
         # An older checkpoint has no state of the generators.
         self.optional = self._state_begins_epoch
+        size = getattr(loader, "batch_size", None) or getattr(
+            getattr(loader, "batch_sampler", None), "batch_size", None
+        )
+        samples = length_of(getattr(loader, "dataset", None))
+        facts = world.gather((length_of(loader), {"batch_size": size, "samples": samples}))
         # an epoch lasts until the last replica has run out
-        lengths = [length for length in world.gather(length_of(loader)) if length is not None]
+        lengths = [length for length, _ in facts if length is not None]
         self.batches_per_epoch = max(lengths, default=None)
+        # The first replica's, because another may have other samples.
+        known = {name: value for name, value in facts[0][1].items() if type(value) is int}
+        self.order = {"replicas": world.data_parallel_size, **known}
 
     def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
         skip, generators = start.batch, None

@@ -215,6 +215,11 @@ class StreamLoader(AgreedLoader):
             if not is_split:
                 self.dataset = split_dataset_by_node(dataset, rank=part[0], world_size=part[1])
         self.has_state = has_state(self.dataset)
+        if self.divided:
+            # With several workers, the batches come from their parts by turns.
+            batch = {"batch_size": batch_size} if self.options.workers > 1 else {}
+            replicas, workers = world.data_parallel_size, self.options.workers
+            self.order = {"replicas": replicas, "workers": workers, **batch}
         length = None if self.divided else length_of(dataset)
         if length is not None:
             self.batches_per_epoch = batches_in(length, batch_size, self.options)
