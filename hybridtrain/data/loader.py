@@ -245,6 +245,13 @@ class Loader:
         loader.position, loader._left_early = Position(), False
         return loader
 
+    def order_of_shares(self, total: int) -> Tensor | None:
+        """Returns the order of the data in the joined shares of a global batch of `total` samples.
+
+        Returns their indices; None: the shares, one after the other, are in the order of the data.
+        """
+        return None
+
     def weight(self, model: HybridModel, loss_fn: LossFn) -> BatchWeight:
         """Returns the `weight` of the current batch, for `train_step`; a collective call.
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hybridtrain._base.replica_shares import replica_of_samples
@@ -228,6 +229,13 @@ class StreamLoader(AgreedLoader):
                 f"{setting('batch_size', batch_size)} is less than one sample for each of the "
                 f"{world.data_parallel_size} replicas that share {name_of(dataset)}: raise it"
             )
+
+    def order_of_shares(self, total: int) -> Tensor | None:
+        """See `Loader.order_of_shares`."""
+        if self.divided:
+            return None
+        replica_of = torch.tensor(replica_of_samples(total, self._world.shares))
+        return replica_of.argsort(stable=True).argsort()
 
     def _is_split(self, part: tuple[int, int]) -> bool:
         """Returns whether `split_dataset_by_node` has divided the data set, into the same parts.

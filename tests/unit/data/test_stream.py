@@ -241,15 +241,18 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
 
     assert Replicas(2).run(resumed) == Replicas(2).run(whole)
 
-    def on_other_workers(world):
+    def on_other_workers(world, older):
         first = loader(world)
         take(first, 1)
+        state = {**first.state_dict(), **({"order": {}} if older else {})}
         StreamLoader(
             Stateful(46, world.data_parallel_rank, 2), 4, world, options=LoaderOptions(divided=True)
-        ).load_state_dict(first.state_dict())
+        ).load_state_dict(state)
 
+    with pytest.raises(CheckpointError, match=r"depends on workers=2, but this run has workers=0"):
+        Replicas(2).run(lambda world: on_other_workers(world, False))
     with pytest.raises(CheckpointError, match=r"for 2 replicas with workers=2, not for 2 with wor"):
-        Replicas(2).run(on_other_workers)
+        Replicas(2).run(lambda world: on_other_workers(world, True))
 
 
 def test_a_stream_that_was_left_goes_on_at_the_next_batch_and_not_where_it_had_read_ahead():
@@ -324,6 +327,19 @@ def test_objects_in_an_array_are_compared_by_their_values():
     texts = [np.array(["".join(["ab", end])], dtype=object) for end in ("c", "c", "d")]
     same, again, other = map(digest_of, texts)
     assert same == again != other
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_joined_shares_of_replicas_can_be_put_in_the_order_of_the_data(replicas):
+    def share(world):
+        loader = StreamLoader(Numbers(14), 6, world)
+        return [(counted(batch), loader.order_of_shares(batch.total)) for batch in take(loader, 3)]
+
+    found = []
+    for parts in zip(*Replicas(replicas).run(share), strict=True):
+        joined = torch.tensor([number for numbers, _ in parts for number in numbers])
+        found.append(joined[parts[0][1]].tolist())
+    assert found == [list(range(6)), list(range(6, 12)), [12, 13]]
 
 
 def hub_stream(samples=48):
