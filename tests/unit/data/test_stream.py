@@ -537,6 +537,64 @@ def test_a_shuffled_loader_of_ones_own_goes_on_in_the_same_order(kind, at):
     assert whole[:4] != whole[4:8]
 
 
+def own_part(world):
+    """A loader that each replica shuffles with a generator of another seed."""
+    replica, replicas = world.data_parallel_rank, world.data_parallel_size
+    own = torch.Generator().manual_seed(replica)
+    part = Subset(table(24), range(24)[replica::replicas])
+    batches = BatchSampler(RandomSampler(part, generator=own), 3, False)
+    return OwnLoader(DataLoader(part, batch_sampler=batches), world)
+
+
+def test_each_replica_resumes_with_its_own_generators():
+    def whole(world):
+        return [counted(batch) for batch in take(own_part(world), 12)]
+
+    def resumed(world):
+        first, again = own_part(world), own_part(world)
+        begun = take(first, 6)
+        again.load_state_dict(first.state_dict())
+        return [counted(batch) for batch in [*begun, *take(again, 6)]]
+
+    assert Replicas(2).run(resumed) == Replicas(2).run(whole)
+
+
+def test_a_loader_of_ones_own_has_other_replicas_from_the_next_epoch_on():
+    def states(world):
+        loader = own_part(world)
+        take(loader, 2)
+        middle = loader.state_dict()
+        take(loader, 2)
+        return middle, loader.state_dict()
+
+    middle, end = Replicas(2).run(states)[0]
+    alone = own_part(world_of(0, 1))
+    with pytest.raises(CheckpointError, match="depends on 2 replicas, but this run has 1 replicas"):
+        alone.load_state_dict(middle)
+    alone.load_state_dict(end)
+    assert (alone.epoch, alone.batch) == (1, 0)
+    assert sorted(chain(*map(counted, take(alone, 8)))) == list(range(24))
+
+
+def test_a_loader_that_has_got_or_lost_a_state_is_read_again():
+    class Plain:
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            batches = Stepwise()
+            batches.set_epoch(self.epoch)
+            return iter(batches)
+
+    whole = [counted(batch) for batch in take(OwnLoader(Stepwise(), world_of(0, 1)), 10)]
+    for before, after in ((Stepwise, Plain), (Plain, Stepwise)):
+        for at in (3, 5):
+            first, again = (OwnLoader(kind(), world_of(0, 1)) for kind in (before, after))
+            take(first, at)
+            again.load_state_dict(first.state_dict())
+            assert [counted(batch) for batch in take(again, 10 - at)] == whole[at:]
+
+
 def test_every_sampler_of_a_loader_gets_each_epoch_once():
     class Sampler(DistributedSampler):
         epochs = ()
