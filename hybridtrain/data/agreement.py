@@ -319,6 +319,7 @@ class OwnLoader(AgreedLoader):
     Attributes:
         batch_size: 1; the position in an epoch is counted in batches.
         batches_per_epoch: the largest length over the replicas; None if no loader has a length.
+        optional: whether a checkpoint may lack the state, as an older one lacks that of generators.
 
     Raises:
         DataError: the loader can be iterated over only once, or gives all replicas the same
@@ -363,7 +364,6 @@ class OwnLoader(AgreedLoader):
         super().__init__(loader, 1, world)
         self.has_state = True  # its own, or that of the generators
         self._state_begins_epoch = not has_state(loader)
-        # An older checkpoint has no state of the generators.
         self.optional = self._state_begins_epoch
         size = getattr(loader, "batch_size", None) or getattr(
             getattr(loader, "batch_sampler", None), "batch_size", None

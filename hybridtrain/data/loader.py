@@ -397,8 +397,8 @@ class TrainLoader(Loader):
         groups = self.options.group_by_length
         self.order = {
             "samples": len(dataset),
-            "shuffle": self._shuffle,
-            **({"seed": self._seed} if self._shuffle else {}),
+            "shuffle": bool(self._shuffle),
+            **({"seed": int(self._seed)} if self._shuffle else {}),
             "group_by_length": groups,
             **({"batch_size": batch_size} if groups else {}),
         }
@@ -506,7 +506,9 @@ def has_shuffle_buffer(dataset: Any) -> bool:
 
 def _order_in_words(name: str, value: object) -> str:
     """Returns a value of `Loader.order`: an argument as its user sets it, or a number of things."""
-    return f"{value} {name}" if name in ("samples", "replicas") else setting(name, value)
+    if name not in ("samples", "replicas"):
+        return setting(name, value)
+    return f"{value} {name if value != 1 else name.removesuffix('s')}"
 
 
 def batches_in(samples: int, batch_size: int, options: LoaderOptions) -> int:

@@ -569,7 +569,7 @@ def test_a_loader_of_ones_own_has_other_replicas_from_the_next_epoch_on():
 
     middle, end = Replicas(2).run(states)[0]
     alone = own_part(world_of(0, 1))
-    with pytest.raises(CheckpointError, match="depends on 2 replicas, but this run has 1 replicas"):
+    with pytest.raises(CheckpointError, match="depends on 2 replicas, but this run has 1 replica:"):
         alone.load_state_dict(middle)
     alone.load_state_dict(end)
     assert (alone.epoch, alone.batch) == (1, 0)
