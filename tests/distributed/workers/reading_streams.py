@@ -278,15 +278,23 @@ class One(Plain):
         yield from itertools.islice(super().__iter__(), 1, 2)
 
 
+class Empty(Divided):
+    """Has samples for the first replica alone."""
+
+    def __iter__(self):
+        yield from super().__iter__() if self.replica == 0 else ()
+
+
 @cells.add("a replica without samples takes part where the second process does not read")
 def _no_samples(world):
     world = World.from_env(2, "cpu", engine="distributed")
-    settings = {"options": V, "steps": 2}
-    ours = trainer_of(One, world, **settings)
-    ours.fit()
-    theirs = trainer_of(One, world, everywhere=True, **settings)
-    theirs.fit()
-    check_same(ours, theirs)
+    settings = {"options": V, "steps": 5}
+    for kind in (One, Empty):
+        ours = trainer_of(kind, world, **settings)
+        ours.fit()
+        theirs = trainer_of(kind, world, everywhere=True, **settings)
+        theirs.fit()
+        check_same(ours, theirs)
 
 
 @cells.add("four processes with two logical replicas read only at the ends")
