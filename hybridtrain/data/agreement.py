@@ -10,17 +10,18 @@ import itertools
 import logging
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain._base.microbatch import Unread, batch_size
 from hybridtrain.data.fetch import check_pair, name_of
 from hybridtrain.data.loader import (
@@ -39,6 +40,10 @@ from hybridtrain.launch import activity
 from hybridtrain.world import World
 
 _log = logging.getLogger(__name__)
+
+
+# the keys of the states of generators in a checkpoint
+_GENERATORS = {"torch", "python", "numpy"}
 
 
 class Piece(NamedTuple):
@@ -112,7 +117,8 @@ class AgreedLoader(Loader):
         reads = reads_here(readers, self._world)
         if not reads:  # only a reader can follow the states
             start = replace(start, states={}, worker=0)
-        start = start if start.states else start.next
+        if not start.states or (start.ended and self._state_begins_epoch):
+            start = start.next
         if start.batch:
             activity.catching_up()
         name, at = name_of(self.dataset), start.next
@@ -168,6 +174,7 @@ class AgreedLoader(Loader):
         """
         # with drop_last, the epoch ends before an incomplete batch
         at_least = self.batch_size if self.options.drop_last else 1
+        owned = self._world.owned_replicas
         reads, every = reads_here(readers, self._world), all_read(readers, self._world)
         is_alone = every and self._world.data_parallel_size == 1
         begin = None if is_alone else self._world.begin_max
@@ -181,9 +188,13 @@ class AgreedLoader(Loader):
         first = True
         while True:
             after_following = next(pieces, None) if following else None
+            if piece is not None:
+                # A replica that runs out later pads with its own last batch.
+                counted = [b for b, n in zip(piece.batches, piece.samples, strict=True) if n]
+                spare = counted[0] if counted else spare
             # Started before the wait for the last one, so that it overlaps with the step that uses
             # this batch.
-            next_message = exchange(following, after_following)
+            next_message = exchange(following, after_following, spare)
             counts, next_counts, digests, sizes = message()
             total = sum(counts)
             if first:
@@ -191,10 +202,10 @@ class AgreedLoader(Loader):
                 # All processes have the same counts, so all of them call `gather`, or none. The
                 # exchange above was started before it everywhere.
                 if total >= at_least and 0 in counts and self.divided:
-                    sample = _one_sample(piece.batches[0]) if piece is not None else None
-                    spare = next(
-                        gathered for gathered in self._world.gather(sample) if gathered is not None
-                    )
+                    sends = piece is not None and not any(counts[: owned.start])  # the first one
+                    others = self._world.gather(piece.batches[0] if piece and sends else None)
+                    padding = next(batch for batch in others if batch is not None)
+                    spare = padding if spare is None else spare
             if piece is not None and piece.total not in (None, total):
                 raise DataError(
                     f"the replicas read different samples from {name_of(self.dataset)}: the order "
@@ -203,17 +214,18 @@ class AgreedLoader(Loader):
                 )
             if total < at_least:
                 return
-            owned = self._world.owned_replicas
             if piece is not None:
                 batches, samples = piece.batches, piece.samples
-                counted = [b for b, count in zip(batches, samples, strict=True) if count]
-                # A replica that runs out later pads with a sample of its own last batch.
-                spare = counted[0] if counted else spare
             elif not reads:
+                # Without a size, the replica has had no batch, and pads with the one sent.
+                sent = batch_size(*spare) if spare is not None else 1
+                sizes = [size or sent for size in sizes]
                 batches, samples = unread_batches(sizes, owned), [counts[i] for i in owned]
             else:
                 # It counts for nothing, but the replica must take part in the step's collectives.
-                batches, samples = [_one_sample(spare)] * len(owned), [0] * len(owned)
+                # Whole, because batch norm needs several samples, and only a collate function
+                # knows which values of a batch have samples.
+                batches, samples = [spare] * len(owned), [0] * len(owned)
             last = sum(next_counts) < at_least
             yield batch_of_shares(batches, samples, owned, total, last), piece
             if last:
@@ -238,6 +250,7 @@ def begin_exchange(
     with_sizes: bool,
     piece: Piece | None,
     following: Piece | None = None,
+    spare: Any = None,
 ) -> Callable[[], list[list[int]]]:
     """Starts exchanging the sample counts of two pieces with other processes.
 
@@ -247,18 +260,20 @@ def begin_exchange(
         with_sizes: also exchange the sizes of the first piece's batches.
         piece: this process's next piece, if any.
         following: the piece after it, if any.
+        spare: the batch that pads without a piece, if it is known.
 
     Returns:
         a function that waits and returns lists of a value for each logical replica: the sample
         counts of the first piece and of the second piece, the digests, and the number of samples in
-        the first piece's batches, which include padding. 0 where no process has a piece.
+        the first piece's batches, which include padding. 0 where no process has a piece or spare.
     """
     rows = [[0] * 4 for _ in range(world.logical_replicas)]
     for number, replica in enumerate(world.owned_replicas):
         count = piece.samples[number] if piece else 0
         next_count = following.samples[number] if following else 0
         # a collate function may return more or fewer samples than it gets
-        size = batch_size(*piece.batches[number]) if piece and with_sizes else 0
+        batch = piece.batches[number] if piece else spare
+        size = batch_size(*batch) if batch is not None and with_sizes else 0
         rows[replica] = [count, next_count, piece.digest if piece else 0, size]
     # On the CPU: gloo's thread reduces it in place while the step runs.
     values = torch.tensor(rows)
@@ -284,11 +299,6 @@ def unread_batches(sizes: Sequence[int], owned: Iterable[int]) -> list[tuple[Unr
     return [(batch, batch) for batch in batches]
 
 
-def _one_sample(batch: Any) -> Any:
-    """Returns a batch with the first sample of `batch`."""
-    return tree_map_only(Tensor, lambda leaf: leaf[:1] if leaf.dim() else leaf, batch)
-
-
 class OwnLoader(AgreedLoader):
     """Wraps a user's loader: any iterable of `(inputs, targets)`, iterated once per epoch.
 
@@ -296,7 +306,9 @@ class OwnLoader(AgreedLoader):
     batches of similar length. `set_epoch(epoch)` is called before each epoch on the loader, its
     samplers and its data set, if they define it. If the loader has `state_dict` and
     `load_state_dict`, like torchdata's StatefulDataLoader, a resumed run continues from its state;
-    otherwise it iterates over the earlier batches of the epoch again and skips them.
+    otherwise it iterates over the earlier batches of the epoch again and skips them, with the
+    random generators as they were at the start of the epoch: the default ones of PyTorch, Python
+    and NumPy, and each `torch.Generator` of the loader, its samplers and data sets.
 
     The constructor is a collective call.
 
@@ -307,6 +319,7 @@ class OwnLoader(AgreedLoader):
     Attributes:
         batch_size: 1; the position in an epoch is counted in batches.
         batches_per_epoch: the largest length over the replicas; None if no loader has a length.
+        optional: whether a checkpoint may lack the state, as an older one lacks that of generators.
 
     Raises:
         DataError: the loader can be iterated over only once, or gives all replicas the same
@@ -349,38 +362,66 @@ class OwnLoader(AgreedLoader):
                     "which divides them"
                 )
         super().__init__(loader, 1, world)
-        self.has_state = has_state(loader)
+        self.has_state = True  # its own, or that of the generators
+        self._state_begins_epoch = not has_state(loader)
+        self.optional = self._state_begins_epoch
+        size = getattr(loader, "batch_size", None) or getattr(
+            getattr(loader, "batch_sampler", None), "batch_size", None
+        )
+        samples = length_of(getattr(loader, "dataset", None))
+        facts = world.gather((length_of(loader), {"batch_size": size, "samples": samples}))
         # an epoch lasts until the last replica has run out
-        lengths = [length for length in world.gather(length_of(loader)) if length is not None]
+        lengths = [length for length, _ in facts if length is not None]
         self.batches_per_epoch = max(lengths, default=None)
+        # The first replica's, because another may have other samples.
+        known = {name: value for name, value in facts[0][1].items() if type(value) is int}
+        self.order = {"replicas": world.data_parallel_size, **known}
 
     def _epochs(self, start: Position) -> Generator[Generator[Piece, None, None], None, None]:
+        skip, generators = start.batch, None
         if start.states:
-            _set_epoch(self.dataset, start.epoch)
-            self.dataset.load_state_dict(pickle.loads(start.states[0]))
-        skip = 0 if start.states else start.batch
+            state = pickle.loads(start.states[0])
+            if self._state_begins_epoch:
+                generators = state
+            else:
+                _set_epoch(self.dataset, start.epoch)
+                self.dataset.load_state_dict(state)
+                skip = 0
         for epoch in itertools.count(start.epoch):
             _set_epoch(self.dataset, epoch)
-            yield self._pieces(skip)
-            skip = 0
+            yield self._pieces(skip, generators)
+            skip, generators = 0, None
 
-    def _pieces(self, skip: int) -> Generator[Piece, None, None]:
-        digest = None
+    def _pieces(self, skip: int, generators: Any) -> Generator[Piece, None, None]:
+        digest, state = None, None
+        if self._state_begins_epoch:
+            # They stay as the loader leaves them, as in a run that was not interrupted.
+            if generators is not None:
+                _rewind(self.dataset, generators)
+            state = pickle.dumps(_generator_states(self.dataset))
         for number, batch in enumerate(self.dataset):
             check_pair(batch, self.dataset)
             if digest is None:
                 digest = digest_of(batch)
             if number >= skip:
-                # Right after the batch: the loader advances with the next one.
-                state = pickle.dumps(self.dataset.state_dict()) if self.has_state else None
+                if not self._state_begins_epoch:
+                    # Right after the batch: the loader advances with the next one.
+                    state = pickle.dumps(self.dataset.state_dict())
                 yield Piece([tuple(batch)], [batch_size(*batch)], digest=digest, state=state)
 
     def _gathered_states(self, at: Position) -> list[Any]:
         state = pickle.loads(at.states[0]) if at.states else None
+        if state is None and self._state_begins_epoch:
+            state = _generator_states(self.dataset)  # the next batch begins an epoch
         return self._gather_by_replica(state)
 
     def _local_states(self, states: list[Any]) -> tuple[dict[int, bytes], int]:
+        is_of_generators = any(isinstance(x, dict) and x.keys() == _GENERATORS for x in states)
+        if is_of_generators is not self._state_begins_epoch:
+            return {}, 0  # the loader has got or lost its own state: read again
         if len(states) != self._world.data_parallel_size:
+            if self._state_begins_epoch:
+                return {}, 0
             raise CheckpointError(
                 f"the checkpoint has the state of {name_of(self.dataset)} for {len(states)} "
                 f"replicas, not for {self._world.data_parallel_size}: resume with the same number, "
@@ -395,10 +436,54 @@ def as_loader(train: Loader | Iterable[Any], world: World) -> Loader:
     return train.at_start() if isinstance(train, Loader) else OwnLoader(train, world)
 
 
+def _parts(loader: Any) -> list[Any]:
+    """Returns a loader, its samplers and data set, and theirs, each once."""
+    parts: list[Any] = []
+    found = [loader]
+    for part in found:
+        if part is not None and not any(part is other for other in parts):
+            parts.append(part)
+            found += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+    return parts
+
+
 def _set_epoch(loader: Any, epoch: int) -> None:
-    for part in (
-        loader,
-        *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")),
-    ):
+    for part in _parts(loader):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Returns the generators that the parts of a loader hold, each once."""
+    values = [value for part in _parts(loader) for value in getattr(part, "__dict__", {}).values()]
+    held = [value for value in values if isinstance(value, torch.Generator)]
+    return list({id(generator): generator for generator in held}.values())
+
+
+def _generator_states(loader: Any) -> dict[str, Any]:
+    """Returns the states of the default generators and those of a loader, as JSON types."""
+    of_torch, (version, numbers, gauss), (name, keys, *rest) = default_generators()
+    own = [generator.get_state() for generator in _generators(loader)]
+    return {
+        "torch": [state.numpy().tobytes().hex() for state in (of_torch, *own)],
+        "python": [version, np.array(numbers, np.uint32).tobytes().hex(), gauss],
+        "numpy": [name, keys.tobytes().hex(), *rest],
+    }
+
+
+def _rewind(loader: Any, states: Mapping[str, Any]) -> None:
+    """Restores the generators to states from `_generator_states`."""
+    of_torch, *own = [
+        torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states["torch"]
+    ]
+    version, numbers, gauss = states["python"]
+    name, keys, *rest = states["numpy"]
+    of_python = version, tuple(_words(numbers).tolist()), gauss
+    rewind((of_torch, of_python, (name, _words(keys), *rest)))
+    # A loader may have got or lost a generator since, at the end of an epoch.
+    for generator, state in zip(_generators(loader), own, strict=False):
+        generator.set_state(state)
+
+
+def _words(text: str) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytes.fromhex(text), np.uint32)

@@ -57,8 +57,8 @@ class Batch:
             model runs several logical replicas.
         targets: as `inputs`.
         samples: the number of samples of the share that count. It is 0 if the global batch has
-            fewer samples than there are replicas: the share is then one padding sample, because
-            every replica must take part in the step.
+            fewer samples than there are replicas, or this replica has run out: the share is then
+            only padding, because every replica must take part in the step.
         total: the number of samples of the global batch.
         last: whether it is the last batch of its epoch.
     """
@@ -138,7 +138,12 @@ class Loader:
 
     Attributes:
         batches_per_epoch: the number of batches per epoch; None if it is unknown.
-        has_state: whether the data set has `state_dict` and `load_state_dict`.
+        has_state: whether a `state_dict` has more than the position: the state of the data set, or
+            of generators.
+        order: what the order of an epoch depends on, as JSON types by name. A position in the
+            middle of an epoch is refused with other values.
+        refuses_other_order: False to load such a position all the same: some samples are then
+            repeated and others left out.
         position: the position of the next batch. If a loop exits early, the next loop starts the
             next epoch; a run that loads a state saved at the break continues in the interrupted
             epoch.
@@ -176,6 +181,10 @@ class Loader:
         self.options = with_settings(options or LoaderOptions(), settings)
         self.batches_per_epoch: int | None = None
         self.has_state = False
+        # whether a state is that of the start of its epoch, which is read again up to the batch
+        self._state_begins_epoch = False
+        self.order: dict[str, Any] = {}
+        self.refuses_other_order = True
         self.position = Position()
         self.current: Batch | None = None
         self._world = world
@@ -236,6 +245,13 @@ class Loader:
         loader.position, loader._left_early = Position(), False
         return loader
 
+    def order_of_shares(self, total: int) -> Tensor | None:
+        """Returns the order of the data in the joined shares of a global batch of `total` samples.
+
+        Returns their indices; None: the shares, one after the other, are in the order of the data.
+        """
+        return None
+
     def weight(self, model: HybridModel, loss_fn: LossFn) -> BatchWeight:
         """Returns the `weight` of the current batch, for `train_step`; a collective call.
 
@@ -282,32 +298,29 @@ class Loader:
         at, source = self.position, None
         if self.has_state:
             # The position of the last batch: at the end of an epoch, the data set is still in it.
+            at = at.next if self._state_begins_epoch else at
             source = {"epoch": at.epoch, "batch": at.batch, "states": self._gathered_states(at)}
         return {
             "epoch": self.epoch,
             "batch": self.batch,
             "batch_size": self.batch_size,
             "source": source,
-            **({"grouped": True} if self.options.group_by_length else {}),
+            **({"order": self.order} if self.order else {}),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Continues from a `state_dict`; with another batch size, at the batch with its sample.
 
         Raises:
             CheckpointError: the data set's states are for other numbers of replicas or workers, or
-                the epoch has a different order, see `grouped`.
+                the epoch has a different order, see `check_order`.
         """
+        if state_dict is None:  # an older checkpoint, whose trainer restores the position
+            return
         sample = state_dict["batch"] * state_dict["batch_size"]
-        is_grouped, groups = state_dict.get("grouped", False), self.options.group_by_length
-        same_size = state_dict["batch_size"] == self.batch_size
-        if sample and (is_grouped != groups or (groups and not same_size)):
-            raise CheckpointError(
-                f"the checkpoint is {state_dict['batch']} batches into an epoch in an order that "
-                f"depends on {setting('group_by_length', is_grouped)} and "
-                f"{setting('batch_size', state_dict['batch_size'])}: resume with these, or change "
-                f"them at the end of an epoch"
-            )
+        is_grouped = state_dict.get("grouped", False)  # in an older checkpoint
+        size = {"batch_size": state_dict["batch_size"]} if is_grouped else {}
+        self.check_order(sample, state_dict.get("order", {"group_by_length": is_grouped, **size}))
         self.seek(state_dict["epoch"], sample)
         source: Any = state_dict["source"]
         if source is None or not self.has_state:
@@ -317,6 +330,22 @@ class Loader:
             ended = source["epoch"] < state_dict["epoch"]
             position = Position(source["epoch"], source["batch"], True) if ended else self.position
             self.position = replace(position, states=states, worker=worker)
+
+    def check_order(self, sample: int, order: Mapping[str, Any]) -> None:
+        """Checks that a position that was saved with `order` has the same samples before it here.
+
+        Raises:
+            CheckpointError: it is in the middle of an epoch, and a value differs.
+        """
+        for name, value in order.items() if sample and self.refuses_other_order else ():
+            now = self.order.get(name, value)  # unknown to this loader or to an older version
+            if now != value:
+                before, after = _order_in_words(name, value), _order_in_words(name, now)
+                raise CheckpointError(
+                    f"the checkpoint is in the middle of an epoch in an order that depends on "
+                    f"{before}, but this run has {after}: resume with {before}, or change it at "
+                    f"the end of an epoch"
+                )
 
     def _gathered_states(self, at: Position) -> list[Any]:
         """Returns the data set's states at this position, from all replicas if they differ."""
@@ -364,6 +393,15 @@ class TrainLoader(Loader):
         )
         self.samples = first_samples(len(dataset), batch_size, self.options)
         self.batches_per_epoch = batches_in(self.samples, batch_size, self.options)
+        # Not the batch size, because a position counts samples.
+        groups = self.options.group_by_length
+        self.order = {
+            "samples": len(dataset),
+            "shuffle": bool(self._shuffle),
+            **({"seed": int(self._seed)} if self._shuffle else {}),
+            "group_by_length": groups,
+            **({"batch_size": batch_size} if groups else {}),
+        }
         self._lengths: Tensor | None = None
         if self.options.group_by_length:
             self._lengths = _lengths_of(dataset, self._shuffle)[: self.samples]
@@ -447,8 +485,30 @@ def is_stream(dataset: Any) -> bool:
 
 
 def has_state(dataset: Any) -> bool:
-    """Returns whether a data set or a loader can save and load its state."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    """Returns whether a data set or a loader can save and load its whole state."""
+    saves = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return saves and not has_shuffle_buffer(dataset)
+
+
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Returns whether a Hugging Face stream shuffles in a buffer, which its state lacks.
+
+    After `load_state_dict`, it would fill the buffer with later samples and lose its content.
+    """
+    found = [getattr(dataset, "_ex_iterable", None)]
+    for part in found:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+        found += [each for each in inner if each is not None]
+    return False
+
+
+def _order_in_words(name: str, value: object) -> str:
+    """Returns a value of `Loader.order`: an argument as its user sets it, or a number of things."""
+    if name not in ("samples", "replicas"):
+        return setting(name, value)
+    return f"{value} {name if value != 1 else name.removesuffix('s')}"
 
 
 def batches_in(samples: int, batch_size: int, options: LoaderOptions) -> int:

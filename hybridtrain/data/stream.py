@@ -18,6 +18,7 @@ each batch tells them its number of samples.
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
 import random
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from hybridtrain._base.replica_shares import replica_of_samples
@@ -53,6 +55,7 @@ from hybridtrain.data.loader import (
     Position,
     all_read,
     batches_in,
+    has_shuffle_buffer,
     has_state,
     is_stream,
     reads_here,
@@ -61,6 +64,8 @@ from hybridtrain.data.same_data import digest_of
 from hybridtrain.data.splits import length_of
 from hybridtrain.errors import CheckpointError, DataError, argument, phrase, setting
 from hybridtrain.world import World
+
+_log = logging.getLogger(__name__)
 
 # the number of samples that a stream's digest covers
 _DIGESTED_SAMPLES = 16
@@ -131,12 +136,13 @@ class StreamLoader(AgreedLoader):
 
     Each `iter(dataset)` must start from the beginning and yield `(inputs, target)`. `set_epoch(e)`
     is called before each epoch if the data set defines it. If the data set has `state_dict` and
-    `load_state_dict`, a resumed run continues from its state; otherwise the run reads the stream
-    again up to its position, so the order of samples must be reproducible.
+    `load_state_dict`, a resumed run continues from its state; otherwise, and if a Hugging Face
+    stream has a shuffle buffer, the run reads the stream again up to its position, so the order of
+    samples must be reproducible.
 
     Args:
         dataset: an iterable data set. A Hugging Face `IterableDataset` is divided by
-            `split_dataset_by_node`.
+            `split_dataset_by_node`, unless the caller has done so for the same replicas.
         batch_size: the number of samples of a global batch, over all replicas.
         world: determines the replica of this process.
         **settings: further arguments of `Loader`; `divided=True` if `dataset` shards itself.
@@ -145,8 +151,8 @@ class StreamLoader(AgreedLoader):
         batches_per_epoch: the number of batches per epoch; None if `dataset` has no length.
 
     Raises:
-        DataError: `dataset` can be iterated over only once, or a batch has fewer samples than
-            there are replicas that share `dataset`.
+        DataError: `dataset` can be iterated over only once, or is divided for other replicas, or a
+            batch has fewer samples than there are replicas that share `dataset`.
     """
 
     def __init__(self, dataset: Any, batch_size: int, world: World, **settings: Any) -> None:
@@ -200,15 +206,21 @@ class StreamLoader(AgreedLoader):
                 f"{name_of(dataset)} shards itself over worker processes, but with "
                 f"{argument(name)} each must read all samples: set {setting('workers', 1)}"
             )
+        part = (0, 1) if reads_all else (world.data_parallel_rank, world.data_parallel_size)
+        is_split = is_of_hub and self._is_split(part)
         # with a fixed number of replicas, or unequal ones, each process keeps its share of all
         if is_of_hub and not reads_all:
             from datasets.distributed import split_dataset_by_node
 
             self.divided = True  # it also shards itself over worker processes
-            self.dataset = split_dataset_by_node(
-                dataset, rank=world.data_parallel_rank, world_size=world.data_parallel_size
-            )
+            if not is_split:
+                self.dataset = split_dataset_by_node(dataset, rank=part[0], world_size=part[1])
         self.has_state = has_state(self.dataset)
+        if self.divided:
+            # With several workers, the batches come from their parts by turns.
+            batch = {"batch_size": batch_size} if self.options.workers > 1 else {}
+            replicas, workers = world.data_parallel_size, self.options.workers
+            self.order = {"replicas": replicas, "workers": workers, **batch}
         length = None if self.divided else length_of(dataset)
         if length is not None:
             self.batches_per_epoch = batches_in(length, batch_size, self.options)
@@ -217,6 +229,30 @@ class StreamLoader(AgreedLoader):
                 f"{setting('batch_size', batch_size)} is less than one sample for each of the "
                 f"{world.data_parallel_size} replicas that share {name_of(dataset)}: raise it"
             )
+
+    def order_of_shares(self, total: int) -> Tensor | None:
+        """See `Loader.order_of_shares`."""
+        if self.divided:
+            return None
+        replica_of = torch.tensor(replica_of_samples(total, self._world.shares))
+        return replica_of.argsort(stable=True).argsort()
+
+    def _is_split(self, part: tuple[int, int]) -> bool:
+        """Returns whether `split_dataset_by_node` has divided the data set, into the same parts.
+
+        Raises:
+            DataError: the data set is another part than `part`, the rank and the number of parts.
+        """
+        split = getattr(self.dataset, "_distributed", None)
+        if split is None or split.world_size == 1:
+            return False
+        if (split.rank, split.world_size) != part:
+            raise DataError(
+                f"{name_of(self.dataset)} is part {split.rank} of {split.world_size} by "
+                f"split_dataset_by_node, but this replica must read part {part[0]} of {part[1]}: "
+                f"pass the data set that is not divided"
+            )
+        return True
 
     def _epochs(
         self, start: Position, drop_last: bool | None = None
@@ -239,6 +275,13 @@ class StreamLoader(AgreedLoader):
             part, options, self._world, lambda _: f"a batch of {name}",
             batch_size=None, persistent_workers=options.workers > 0,
         )  # fmt: skip
+        if start.batch and has_shuffle_buffer(self.dataset) and self._world.is_main:
+            _log.info(
+                "reading %s again up to batch %d, because its state lacks its shuffle buffer; to "
+                "avoid this, shuffle the list of its files instead of calling shuffle(), or use a "
+                "map-style data set",
+                name, start.batch,
+            )  # fmt: skip
         # A data set that is not divided is skipped in the workers, which then need not collate.
         skip = start.batch if self.divided and not start.states else 0
         try:

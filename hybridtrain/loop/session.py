@@ -163,6 +163,7 @@ class StepInUse:
 
     Attributes:
         batches: this replica's batches of the step.
+        loader: the loader that they are from; None: no batch is in use.
         index: the index of the batch in use.
         training: the step in progress, once it has trained on a batch.
         optimizer_stepped: whether an optimizer has stepped.
@@ -170,6 +171,7 @@ class StepInUse:
     """
 
     batches: Sequence[Batch] = ()
+    loader: Loader | None = None
     index: int = 0
     training: StepInProgress | None = None
     optimizer_stepped: bool = False
@@ -216,7 +218,7 @@ class PreparedLoader:
         try:
             with closing(self.loader.batches()) as batches:
                 while group := next_step(batches, session.accumulate):
-                    session.in_use = step = StepInUse(group, in_loop=True)
+                    session.in_use = step = StepInUse(group, self.loader, in_loop=True)
                     for index, batch in enumerate(group):
                         session.in_use, step.index = step, index
                         targets = session.model.to_output_device(batch.targets)
@@ -572,7 +574,8 @@ class Session:
     def gather_for_metrics(self, values: Any) -> Any:
         """Returns the values for all samples of the global batch, in order, each once.
 
-        A collective call. Returns CPU tensors.
+        A collective call. Returns CPU tensors. The samples of a stream that is divided have no
+        common order: one replica's follow the other's.
 
         Args:
             values: a pytree of tensors with this replica's batch in dim 0, such as predictions and
@@ -581,23 +584,28 @@ class Session:
         Raises:
             BatchError: no prepared loader is in use, or a tensor has no samples.
         """
-        if not self.in_use.batches:
+        if self.in_use.loader is None:
             raise BatchError(
                 "no batch of a prepared loader is in use: call gather_for_metrics() inside a "
                 "loop over a loader from prepare()"
             )
-        samples = self.in_use.batches[self.in_use.index].samples
+        batch = self.in_use.batches[self.in_use.index]
 
         def own(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0:
                 raise BatchError("gather_for_metrics() needs tensors with the samples in dim 0")
-            return leaf[:samples].detach().cpu()
+            return leaf[: batch.samples].detach().cpu()
 
         of_ranks = self.world.gather(tree_map(own, values))
         places = [
             self.world.rank_of(replica, 0) for replica in range(self.world.data_parallel_size)
         ]
-        return merge([of_ranks[rank] for rank in places])
+        merged = merge([of_ranks[rank] for rank in places])
+        order = self.in_use.loader.order_of_shares(batch.total)
+        if order is None:
+            return merged
+        # a collate function may return more or fewer samples than it gets
+        return tree_map(lambda leaf: leaf[order] if len(leaf) == len(order) else leaf, merged)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Prints on rank 0."""

@@ -443,7 +443,9 @@ class Trainer:
         self._checkpoints.mark_best(self)
         self._interruptions.saved()
 
-    def resume(self, path: str | Path, *, missing_ok: bool = False) -> bool:
+    def resume(
+        self, path: str | Path, *, missing_ok: bool = False, allow_changes: bool = False
+    ) -> bool:
         """Continues from the checkpoint at `path`, or from the newest in that directory.
 
         The checkpoint may have any split and number of processes. Weights and optimizer state come
@@ -453,15 +455,19 @@ class Trainer:
         Args:
             path: a checkpoint, or the directory of all checkpoints.
             missing_ok: do nothing if there is no checkpoint.
+            allow_changes: continue in the middle of an epoch also with another order of samples, of
+                which some are then repeated and others left out.
 
         Returns:
             whether a checkpoint was loaded.
 
         Raises:
-            CheckpointError: the checkpoint is missing or damaged, or belongs to another model.
+            CheckpointError: the checkpoint is missing or damaged, or belongs to another model, or
+                it is in the middle of an epoch with another order; see `Loader.order`.
             ConfigError: the number of samples per step changed in a run counted in epochs.
         """
         checkpoint = find_checkpoint(path, self.world, missing_ok)
+        self.train.refuses_other_order = not allow_changes
         if checkpoint is not None:
             restore_run(self._step, checkpoint, self.states, progress=self)
             self._checkpoints.begin_at(self, checkpoint)
@@ -475,6 +481,7 @@ class Trainer:
             "samples": self.samples,
             "epoch": self.epoch,
             "row": self.train.sample,  # the files' key
+            **({"order": self.train.order} if self.train.order else {}),
             "rows_per_step": self._samples_per_step,
             "scaler": step["scaler"],
             "evaluated_step": self._evaluated[0],
@@ -488,7 +495,7 @@ class Trainer:
         With another batch size, the run continues at the saved sample, or just before it.
 
         Raises:
-            CheckpointError: a number has the wrong type or is out of range.
+            CheckpointError: a number has the wrong type or is out of range, or as in `resume`.
             ConfigError: as in `resume`.
         """
         check_progress(state_dict, self.total_steps)
@@ -502,6 +509,7 @@ class Trainer:
                 f"change it; set {argument('steps')} instead of {argument('epochs')}, or "
                 f"{phrase('start a new run')}"
             )
+        self.train.check_order(state_dict["row"], state_dict.get("order", {}))
         self.samples = state_dict["samples"]
         self.train.seek(state_dict["epoch"], state_dict["row"])
         self._step.load_state_dict(state_dict)

@@ -112,7 +112,7 @@ def _train(context: RunContext, trainer: Trainer) -> Result:
         load_moved_base(context, checkpoint)
         allow = config.allow_changes
         world.on_main(lambda: refuse_other_data(checkpoint, context.data, allow))
-        trainer.resume(checkpoint)
+        trainer.resume(checkpoint, allow_changes=allow)
         _log.info("resumed from %s, at step %d of %d", checkpoint, trainer.step, total_steps)
     if trainer.finished:
         # from rank 0, the only process that has to see the run directory

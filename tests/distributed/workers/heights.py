@@ -10,7 +10,7 @@ import torch
 from support.heights import NAMES, Small, losses_of
 from support.launch import Cells
 from support.training import assert_same, data, plain_net
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from hybridtrain import EvalLoader, HybridModel, Loader, Session, Trainer, World
 from hybridtrain.checkpoint import CheckpointStore
@@ -19,6 +19,11 @@ from hybridtrain.loop.callbacks import EMA, Freeze, GradientNorms
 from hybridtrain.loss import cross_entropy
 
 cells = Cells()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ((torch.ones(6), number) for number in range(9))
 
 
 @cells.add("the three heights have the same losses, with two replicas of two stages", thorough=True)
@@ -44,6 +49,9 @@ def _once(world):
     one = session.prepare(torch.nn.Linear(6, 3), DataLoader(data(5), batch_size=4))
     found = torch.cat([session.gather_for_metrics(targets) for _, targets in one[1]])
     assert torch.equal(found, data(5).tensors[1])
+    stream = session.prepare(DataLoader(Stream(), batch_size=4))
+    found = torch.cat([session.gather_for_metrics(targets) for _, targets in stream])
+    assert found.tolist() == list(range(9))
     seen = [
         target
         for loader in [Loader(data(21), 4, world, seed=1)]

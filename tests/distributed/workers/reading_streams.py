@@ -121,6 +121,22 @@ class Batches(Stateful):
         assert next(samples, None) is None  # which ends the epoch
 
 
+class Drawn(Plain):
+    """A custom loader without a state: it draws its order from its generator in each epoch."""
+
+    def __init__(self, replica=0, replicas=1):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5 + replica)
+
+    def __iter__(self):
+        for numbers in torch.randperm(SAMPLES, generator=self.generator).split(5):
+            self.reads += 1
+            yield default_collate([sample(int(number)) for number in numbers])
+
+
+OWN = (Batches, Drawn)
+
+
 def second(samples):
     return default_collate(samples[1:2])
 
@@ -146,7 +162,7 @@ def model_of(world, everywhere=False, **options):
 
 def loader_of(kind, world, **options):
     data = kind(world.data_parallel_rank, world.data_parallel_size)
-    if kind is Batches:
+    if kind in OWN:
         return OwnLoader(data, world)
     options.setdefault("divided", issubclass(kind, Divided))
     return StreamLoader(data, 6, world, options=LoaderOptions(**options))
@@ -154,8 +170,8 @@ def loader_of(kind, world, **options):
 
 def trainer_of(kind, world, everywhere=False, loading=None, store=None, options=None, **settings):
     model = model_of(world, everywhere, **(options or {}))
-    evaluated = {} if kind is Batches else dict(loading or {})
-    data = (Plain if kind is Batches else kind)(world.data_parallel_rank, world.data_parallel_size)
+    evaluated = {} if kind in OWN else dict(loading or {})
+    data = (Plain if kind in OWN else kind)(world.data_parallel_rank, world.data_parallel_size)
     made = Trainer(
         model,
         torch.optim.AdamW(model.parameters(), 0.02),
@@ -262,15 +278,23 @@ class One(Plain):
         yield from itertools.islice(super().__iter__(), 1, 2)
 
 
+class Empty(Divided):
+    """Has samples for the first replica alone."""
+
+    def __iter__(self):
+        yield from super().__iter__() if self.replica == 0 else ()
+
+
 @cells.add("a replica without samples takes part where the second process does not read")
 def _no_samples(world):
     world = World.from_env(2, "cpu", engine="distributed")
-    settings = {"options": V, "steps": 2}
-    ours = trainer_of(One, world, **settings)
-    ours.fit()
-    theirs = trainer_of(One, world, everywhere=True, **settings)
-    theirs.fit()
-    check_same(ours, theirs)
+    settings = {"options": V, "steps": 5}
+    for kind in (One, Empty):
+        ours = trainer_of(kind, world, **settings)
+        ours.fit()
+        theirs = trainer_of(kind, world, everywhere=True, **settings)
+        theirs.fit()
+        check_same(ours, theirs)
 
 
 @cells.add("four processes with two logical replicas read only at the ends")
@@ -283,7 +307,13 @@ def _logical(world):
     check_same(ours, theirs)
 
 
-for kind, at, end in ((Stateful, 3, 10), (Stateful, 4, 10), (Batches, 7, 10), (Divided, 5, 7)):
+for kind, at, end in (
+    (Stateful, 3, 10),
+    (Stateful, 4, 10),
+    (Batches, 7, 10),
+    (Drawn, 7, 12),
+    (Divided, 5, 7),
+):
 
     @cells.add(
         f"a run on {kind.__name__} that only some processes read resumes at step {at}, also in one "

@@ -1,6 +1,7 @@
 """Batches of samples of similar length: every sample once, in an exact order, with exact resume."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -70,15 +71,29 @@ def test_a_resumed_epoch_goes_on_with_the_batches_that_are_left():
     assert batches == epoch_of(loader())
 
 
-@pytest.mark.parametrize("change", [{"batch_size": 8}, {"grouped": False}])
-def test_an_epoch_does_not_go_on_in_another_order(change):
-    source = loader()
+CHANGES = {
+    "batch_size": ({}, {"batch_size": 8}, "batch_size=4, but this run has batch_size=8"),
+    "grouped": ({}, {"grouped": False}, "group_by_length=True, but this run has group_by_length=F"),
+    "not grouped": ({"grouped": False}, {}, "group_by_length=False, but this run has group_by_len"),
+    "seed": ({}, {"seed": 1}, "seed=0, but this run has seed=1: resume with seed=0, or change it"),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "message"), CHANGES.values(), ids=CHANGES)
+def test_an_epoch_does_not_go_on_in_another_order(before, after, message):
+    source = loader(**before)
     take(source, 5)
-    state = source.state_dict()
-    with pytest.raises(CheckpointError, match=r"5 batches into .*group_by_length=True and batch_s"):
-        loader(**change).load_state_dict(state)
+    state = json.loads(json.dumps(source.state_dict()))
+    with pytest.raises(CheckpointError, match=f"middle of an epoch in an order .* {message}"):
+        loader(**after).load_state_dict(state)
+    older = {key: value for key, value in state.items() if key != "order"}
+    older |= {"grouped": True} if before == {} else {}  # as version 0.2 saved it
+    loader(**before).load_state_dict(older)
+    if after != {"seed": 1}:
+        with pytest.raises(CheckpointError, match=message):
+            loader(**after).load_state_dict(older)
     take(source, 7)  # to the end of the epoch
-    loader(**change).load_state_dict(source.state_dict())
+    loader(**after).load_state_dict(source.state_dict())
 
 
 def test_data_without_lengths_is_refused_by_name():

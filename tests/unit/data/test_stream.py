@@ -1,18 +1,32 @@
 """Iterable data sets: every sample once, the same batches for any division, exact resume."""
 
 import itertools
+import json
 import random
 from itertools import chain
 
+import datasets
 import numpy as np
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import thinned, thorough
 from support.loaders import Replicas, counted, take, world_of
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
+from hybridtrain import shared
+from hybridtrain._base.construction import default_generators, rewind
 from hybridtrain.data import EvalLoader, OwnLoader, StreamLoader, TrainLoader
 from hybridtrain.data.same_data import digest_of
 from hybridtrain.errors import CheckpointError, DataError
@@ -88,7 +102,7 @@ def check_agreed(found):
         total = sum(batch.samples for batch in together)
         assert {batch.total for batch in together} == {total}
         assert len({batch.last for batch in together}) == 1
-        assert all(len(batch.inputs) == max(1, batch.samples) for batch in together)
+        assert all(len(batch.inputs) == batch.samples or not batch.samples for batch in together)
         batches.append(sorted(chain.from_iterable(map(counted, together))))
     return batches
 
@@ -227,15 +241,18 @@ def test_a_data_set_that_divides_itself_goes_on_in_every_worker(at):
 
     assert Replicas(2).run(resumed) == Replicas(2).run(whole)
 
-    def on_other_workers(world):
+    def on_other_workers(world, older):
         first = loader(world)
         take(first, 1)
+        state = {**first.state_dict(), **({"order": {}} if older else {})}
         StreamLoader(
             Stateful(46, world.data_parallel_rank, 2), 4, world, options=LoaderOptions(divided=True)
-        ).load_state_dict(first.state_dict())
+        ).load_state_dict(state)
 
+    with pytest.raises(CheckpointError, match=r"depends on workers=2, but this run has workers=0"):
+        Replicas(2).run(lambda world: on_other_workers(world, False))
     with pytest.raises(CheckpointError, match=r"for 2 replicas with workers=2, not for 2 with wor"):
-        Replicas(2).run(on_other_workers)
+        Replicas(2).run(lambda world: on_other_workers(world, True))
 
 
 def test_a_stream_that_was_left_goes_on_at_the_next_batch_and_not_where_it_had_read_ahead():
@@ -312,6 +329,64 @@ def test_objects_in_an_array_are_compared_by_their_values():
     assert same == again != other
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_the_joined_shares_of_replicas_can_be_put_in_the_order_of_the_data(replicas):
+    def share(world):
+        loader = StreamLoader(Numbers(14), 6, world)
+        return [(counted(batch), loader.order_of_shares(batch.total)) for batch in take(loader, 3)]
+
+    found = []
+    for parts in zip(*Replicas(replicas).run(share), strict=True):
+        joined = torch.tensor([number for numbers, _ in parts for number in numbers])
+        found.append(joined[parts[0][1]].tolist())
+    assert found == [list(range(6)), list(range(6, 12)), [12, 13]]
+
+
+def hub_stream(samples=48):
+    rows = datasets.Dataset.from_dict({"number": list(range(samples))})
+    return rows.to_iterable_dataset(num_shards=4)
+
+
+def hub_loader(stream, world):
+    def collate(rows):
+        numbers = torch.tensor([row["number"] for row in rows])
+        return numbers, 10 * numbers
+
+    return StreamLoader(stream, 4, world, collate=collate)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("buffer", [None, 20])
+def test_a_hub_stream_resumes_without_losing_rows_also_with_a_shuffle_buffer(
+    buffer, mapped, caplog
+):
+    stream = hub_stream()
+    stream = stream if buffer is None else stream.shuffle(seed=1, buffer_size=buffer)
+    stream = datasets.concatenate_datasets([stream.map(dict), hub_stream(8)]) if mapped else stream
+    whole = [counted(batch) for batch in hub_loader(stream, world_of(0, 1)).batches()]
+    first, again = hub_loader(stream, world_of(0, 1)), hub_loader(stream, world_of(0, 1))
+    begun = [counted(batch) for batch in take(first, 5)]
+    again.load_state_dict(first.state_dict())
+    with caplog.at_level("INFO", "hybridtrain"):
+        rest = [counted(batch) for batch in again.batches()]
+    assert begun + rest == whole
+    assert sorted(chain(*whole)) == sorted([*range(48), *(range(8) if mapped else ())])
+    line = "reading IterableDataset again up to batch 5, because its state lacks its shuffle buffer"
+    assert [line in text for text in caplog.messages] == ([] if buffer is None else [True])
+
+
+def test_a_hub_stream_that_the_script_has_divided_is_not_divided_again():
+    def seen(world):
+        part = split_dataset_by_node(hub_stream(), world.data_parallel_rank, 2)
+        return [number for batch in hub_loader(part, world).batches() for number in counted(batch)]
+
+    assert sorted(chain(*Replicas(2).run(seen))) == list(range(48))
+    for replicas in (1, 3):
+        message = rf"is part 1 of 2 by split_dataset_by_node, but .* part 0 of {replicas}: pass the"
+        with pytest.raises(DataError, match=message):
+            hub_loader(split_dataset_by_node(hub_stream(), 1, 2), world_of(0, replicas))
+
+
 # Loaders of one's own.
 def table(samples=10):
     x = torch.arange(samples)
@@ -377,11 +452,165 @@ def test_replicas_with_loaders_of_different_lengths_take_equally_many_steps():
     assert Replicas(2).run(lengths) == [(8, 8), (8, 8)]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_replica_that_has_run_out_pads_with_a_whole_batch_of_any_values(first):
+    class Pairs:
+        def __init__(self, world):
+            self.numbers = range(first + 2 * world.data_parallel_rank)
+
+        def __iter__(self):
+            for number in self.numbers:
+                x = torch.arange(3.0) + 10 * number + 100 * len(self.numbers)
+                mask, rows = shared(torch.eye(4)), np.arange(3) + number
+                yield {"x": x, "mask": mask, "rows": rows}, 10 * x
+
+    found = Replicas(2).run(lambda world: take(OwnLoader(Pairs(world), world), 2 + first))
+    donor = found[0] if first else found[1]
+    for padding in found[0][first:]:
+        assert (padding.samples, padding.total) == (0, 3)
+        assert torch.equal(padding.inputs["x"], donor[0].inputs["x"])
+        assert torch.equal(padding.inputs["mask"].value, torch.eye(4))
+        assert padding.inputs["rows"].tolist() == [0, 1, 2]
+        assert torch.equal(padding.targets, donor[0].targets)
+    assert [batch.samples for batch in found[1]] == [3] * (2 + first)
+
+
 def test_a_loader_without_state_goes_on_at_the_same_batch():
     loader = DataLoader(table(), batch_sampler=[[0, 1, 2], [3], [4, 5, 6, 7], [8, 9]])
     own = OwnLoader(loader, world_of(0, 1))
     assert own.batches_per_epoch == 4
     assert [counted(x) for x in take(own, 3, 2, 2)] == [[4, 5, 6, 7], [8, 9], [0, 1, 2]]
+
+
+class Drawn:
+    """A sampler whose order is drawn anew in each epoch."""
+
+    def __init__(self, shuffle, **attributes):
+        self.shuffle = shuffle
+        vars(self).update(attributes)
+
+    def __iter__(self):
+        order = list(range(10))
+        self.shuffle(order)
+        yield from order
+
+    def __len__(self):
+        return 10
+
+
+def own_shuffled(kind):
+    own = torch.Generator().manual_seed(3)
+    samplers = {
+        "python": Drawn(random.shuffle),
+        "numpy": Drawn(np.random.shuffle),
+        "the batch sampler's": BatchSampler(RandomSampler(table(), generator=own), 3, False),
+    }
+    settings = {
+        "torch": {"batch_size": 3, "shuffle": True},
+        "the loader's": {"batch_size": 3, "shuffle": True, "generator": own},
+        "python": {"batch_size": 3, "sampler": samplers["python"]},
+        "numpy": {"batch_size": 3, "sampler": samplers["numpy"]},
+        "the batch sampler's": {"batch_sampler": samplers["the batch sampler's"]},
+    }
+    return OwnLoader(DataLoader(table(), **settings[kind]), world_of(0, 1))
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 6])  # epochs of 4 batches
+@pytest.mark.parametrize(
+    "kind", ["torch", "the loader's", "python", "numpy", "the batch sampler's"]
+)
+@pytest.mark.quick_cases("torch-6", "torch-4")
+def test_a_shuffled_loader_of_ones_own_goes_on_in_the_same_order(kind, at):
+    default = default_generators()
+    whole = [counted(batch) for batch in take(own_shuffled(kind), 11)]
+    rewind(default)
+    first = own_shuffled(kind)
+    begun = [counted(batch) for batch in take(first, at)]
+    state = json.loads(json.dumps(first.state_dict()))
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(1234)
+    again = own_shuffled(kind)
+    again.load_state_dict(state)
+    rest = [counted(batch) for batch in take(again, 11 - at)]
+    assert begun + rest == whole
+    assert sorted(chain(*whole[:4])) == sorted(chain(*whole[4:8])) == list(range(10))
+    assert whole[:4] != whole[4:8]
+
+
+def own_part(world):
+    """A loader that each replica shuffles with a generator of another seed."""
+    replica, replicas = world.data_parallel_rank, world.data_parallel_size
+    own = torch.Generator().manual_seed(replica)
+    part = Subset(table(24), range(24)[replica::replicas])
+    batches = BatchSampler(RandomSampler(part, generator=own), 3, False)
+    return OwnLoader(DataLoader(part, batch_sampler=batches), world)
+
+
+def test_each_replica_resumes_with_its_own_generators():
+    def whole(world):
+        return [counted(batch) for batch in take(own_part(world), 12)]
+
+    def resumed(world):
+        first, again = own_part(world), own_part(world)
+        begun = take(first, 6)
+        again.load_state_dict(first.state_dict())
+        return [counted(batch) for batch in [*begun, *take(again, 6)]]
+
+    assert Replicas(2).run(resumed) == Replicas(2).run(whole)
+
+
+def test_a_loader_of_ones_own_has_other_replicas_from_the_next_epoch_on():
+    def states(world):
+        loader = own_part(world)
+        take(loader, 2)
+        middle = loader.state_dict()
+        take(loader, 2)
+        return middle, loader.state_dict()
+
+    middle, end = Replicas(2).run(states)[0]
+    alone = own_part(world_of(0, 1))
+    with pytest.raises(CheckpointError, match="depends on 2 replicas, but this run has 1 replica:"):
+        alone.load_state_dict(middle)
+    alone.load_state_dict(end)
+    assert (alone.epoch, alone.batch) == (1, 0)
+    assert sorted(chain(*map(counted, take(alone, 8)))) == list(range(24))
+
+
+def test_a_loader_that_has_got_or_lost_a_state_is_read_again():
+    class Plain:
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            batches = Stepwise()
+            batches.set_epoch(self.epoch)
+            return iter(batches)
+
+    whole = [counted(batch) for batch in take(OwnLoader(Stepwise(), world_of(0, 1)), 10)]
+    for before, after in ((Stepwise, Plain), (Plain, Stepwise)):
+        for at in (3, 5):
+            first, again = (OwnLoader(kind(), world_of(0, 1)) for kind in (before, after))
+            take(first, at)
+            again.load_state_dict(first.state_dict())
+            assert [counted(batch) for batch in take(again, 10 - at)] == whole[at:]
+
+
+def test_every_sampler_of_a_loader_gets_each_epoch_once():
+    class Sampler(DistributedSampler):
+        epochs = ()
+
+        def set_epoch(self, epoch):
+            super().set_epoch(epoch)
+            self.epochs = (*self.epochs, epoch)
+
+    sampler, data = Sampler(table(), 1, 0), table()
+    data.set_epoch = (epochs := []).append
+    batches = BatchSampler(sampler, 4, False)
+    loader = DataLoader(Subset(data, range(10)), batch_sampler=batches)
+    found = [counted(batch) for batch in take(OwnLoader(loader, world_of(0, 1)), 6)]
+    assert sampler.epochs == (0, 1)
+    assert epochs == [0, 1]
+    assert found[:3] != found[3:]
 
 
 def test_a_loader_that_gives_every_replica_all_samples_is_refused():

@@ -79,12 +79,18 @@ def stream_of(data, workers=0):
     return lambda world: StreamLoader(data(), 4, world, options=LoaderOptions(workers=workers))
 
 
+def shuffled(_):
+    torch.manual_seed(5)
+    return DataLoader(Table(), 2, shuffle=True)
+
+
 TRAIN = {
     "stream": stream_of(Plain),
     "stream in workers": stream_of(Plain, 2),
     "stream with a state": stream_of(Shuffled),
     "stream with a state in workers": stream_of(Shuffled, 2),
     "own loader": lambda _: DataLoader(Table(), batch_sampler=Buckets()),
+    "own loader that shuffles": shuffled,
     "own loader with a state": lambda _: Batched(),
 }
 
@@ -121,6 +127,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one(kind, step, tmp_path):
     assert_same_run(again, whole)
     assert again.summary()["eval"] == whole.summary()["eval"]
     assert again.summary()["eval"]["samples"] == SAMPLES
+
+
+def test_a_run_on_a_loader_of_ones_own_resumes_from_a_checkpoint_without_generators(tmp_path):
+    first = trainer("own loader", store=CheckpointStore(tmp_path))
+    first.total_steps = 3
+    del first.states["data"]
+    first.fit()
+    again = trainer("own loader")
+    again.resume(first.store.newest())
+    assert (again.epoch, again.batch) == (0, 6)
 
 
 @pytest.mark.parametrize("kind", ["stream with a state", "own loader with a state"])

@@ -19,9 +19,11 @@ from support.training import (
     trainer,
 )
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
+from hybridtrain import Trainer
 from hybridtrain.checkpoint import CheckpointStore
-from hybridtrain.data import TrainLoader
+from hybridtrain.data import StreamLoader, TrainLoader
 from hybridtrain.errors import CheckpointError
 from hybridtrain.options import LoaderOptions
 
@@ -168,12 +170,114 @@ def test_another_batch_size_continues_at_the_same_sample(batch_size, drop_last, 
     assert 0 <= again.batch < again.train.batches_per_epoch
 
 
+class Lengths(TensorDataset):
+    """A data set whose samples can be grouped by length."""
+
+    def __init__(self, samples=28):
+        super().__init__(torch.randn(samples, 6), torch.arange(samples) % 3)
+
+    def lengths(self):
+        return list(range(len(self)))
+
+
+class Halves(IterableDataset):
+    """A stream that divides itself over worker processes."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for number in range(worker, 28, workers):
+            yield torch.full((6,), float(number)), number % 3
+
+
+def table(samples=28, batch_size=4, **options):
+    return lambda world: TrainLoader(Lengths(samples), batch_size, world, **options)
+
+
+def halves(workers):
+    return lambda world: StreamLoader(Halves(), 4, world, divided=True, workers=workers)
+
+
+def own(batch_size, samples=28):
+    return lambda _: DataLoader(Lengths(samples), batch_size)
+
+
+OTHER_ORDERS = {
+    "samples": (table(), table(32), "28 samples, but this run has 32 samples"),
+    "grouped": (table(), table(group_by_length=True), "group_by_length=False, but this run has gr"),
+    "batch size": (
+        table(group_by_length=True), table(batch_size=2, group_by_length=True),
+        "batch_size=4, but this run has batch_size=2",
+    ),
+    "shuffle": (table(), table(shuffle=False), "shuffle=True, but this run has shuffle=False"),
+    "seed": (table(), table(seed=5), "seed=0, but this run has seed=5"),
+    "workers": (halves(0), halves(1), "workers=0, but this run has workers=1"),
+    "own batch size": (own(4), own(2), "batch_size=4, but this run has batch_size=2"),
+    "own samples": (own(4), own(4, 32), "28 samples, but this run has 32 samples"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after", "message"), OTHER_ORDERS.values(), ids=OTHER_ORDERS)
+@pytest.mark.quick_cases("samples", "batch size", "own batch size")
+def test_a_run_does_not_resume_an_epoch_in_another_order_but_begins_the_next_one(
+    before, after, message, tmp_path
+):
+    def run(train, **options):
+        ours = trainer(steps=7, **options)
+        return Trainer(
+            ours.model, ours.optimizer, ours.loss_fn, train(ours.world), steps=14, log_every=9,
+            **options,
+        )  # fmt: skip
+
+    store = CheckpointStore(tmp_path)
+    first = run(before, store=store)
+    for steps in (3, 7):
+        first.total_steps = steps
+        first.fit()
+    again, middle = run(after), tmp_path / "step_00000003"
+    weights = copy.deepcopy(again.model.state_dict())
+    with pytest.raises(CheckpointError, match=f"middle of an epoch in an order .* {message}"):
+        again.resume(middle)
+    assert_same(again.model.state_dict(), weights, "untouched")
+    again.resume(middle, allow_changes=True)
+    assert (again.step, again.epoch) == (3, 0)
+    again = run(after)
+    again.resume(tmp_path / "step_00000007")
+    assert (again.step, again.epoch, again.batch) == (7, 1, 0)
+    again.fit()
+
+
+@pytest.mark.parametrize("change", [{"first_batches": 5}, {"workers": 1}, {"drop_last": True}])
+def test_settings_that_leave_the_samples_alone_may_change_in_the_middle_of_an_epoch(
+    change, tmp_path
+):
+    store = CheckpointStore(tmp_path)
+    trainer(store=store, steps=3).fit()
+    again = trainer(steps=4)
+    again.train = TrainLoader(data(), 4, again.world, seed=1, **change)
+    again.resume(store.newest())
+    again.fit()
+
+
+def test_a_checkpoint_without_a_record_of_the_order_is_resumed(tmp_path):
+    store = CheckpointStore(tmp_path)
+    first = trainer(store=store, steps=3)
+    first.train.order = {}  # as before version 0.3
+    first.fit()
+    assert "order" not in json.loads((store.newest() / "state.json").read_text())
+    again = trainer(steps=4)
+    again.train = TrainLoader(data(), 4, again.world, seed=2)
+    again.resume(store.newest())
+    assert again.batch == 3
+
+
 def test_the_state_file_keeps_its_format(tmp_path):
     store = CheckpointStore(tmp_path)
     trainer(plain_net(), store=store, steps=8).fit()
     saved = json.loads((tmp_path / "step_00000008" / "state.json").read_text())
     assert saved == {
         "step": 8, "samples": 32, "epoch": 1, "row": 4, "rows_per_step": 4, "scaler": None,
+        "order": {"samples": 28, "shuffle": True, "seed": 1, "group_by_length": False},
         "draws_step": 8, "torch": torch.__version__,
         "evaluated_step": 8, "loss_sum": 0.0, "loss_samples": 0.0, "skipped_steps": 0,
         "overflow_steps": 0, "empty_steps": 0, "skipping": None,
