@@ -337,6 +337,8 @@ class Loader:
         Raises:
             CheckpointError: it is in the middle of an epoch, and a value differs.
         """
+        if not isinstance(order, Mapping):
+            raise CheckpointError("the checkpoint is damaged: its `order` is no table of values")
         for name, value in order.items() if sample and self.refuses_other_order else ():
             now = self.order.get(name, value)  # unknown to this loader or to an older version
             if now != value:

@@ -134,6 +134,7 @@ class StageReducer:
         # the parameters, each with the view of its gradient in DDP's buckets, once known
         self._in_buckets: list[tuple[Parameter, Tensor]] = []
         self._has_failed = False
+        self._others: list[tuple[dict[str, Tensor | None], str]] = []
         use_in_sync_batch_norms(module, group)
         self.build()
 
@@ -185,8 +186,22 @@ class StageReducer:
             self._sums = None
         self._in_buckets = []
 
+    def also_sync(self, buffers: Sequence[tuple[dict[str, Tensor | None], str]]) -> None:
+        """Treats buffers of no stage as those of this one from now on; a collective call.
+
+        Args:
+            buffers: for each of them, the dictionary of its module and its name there.
+        """
+        self._others = list(buffers)
+        self._sync_others()
+
+    def _sync_others(self) -> None:
+        now = [buffers[name] for buffers, name in self._others]
+        broadcast([buffer for buffer in now if buffer is not None], self._group)
+
     def sync_buffers(self) -> None:
         """Copies replica 0's buffers (running statistics) to all replicas; a collective call."""
+        self._sync_others()
         if self._ddp is None:
             broadcast(list(self._module.buffers()), self._group)
             return

@@ -119,7 +119,24 @@ def build_forward_stages(
             stage.check_parameters(frozenset(map(id, named.values())), names)
         elif world.logical_replicas > 1:
             stage.reducer = LocalReducer(named, world)
+    first = stages[0].reducer
+    if isinstance(first, StageReducer):
+        first.also_sync(_buffers_of_code(net, [layer.module for layer in layers]))
     return stages
+
+
+def _buffers_of_code(
+    net: nn.Module, layers: Sequence[nn.Module]
+) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Returns the places of the buffers that no layer has, which code between layers uses."""
+    inside = {id(buffer) for layer in layers for buffer in layer.buffers()}
+    return [
+        (module._buffers, name)
+        for module in net.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) not in inside
+    ]
 
 
 def owners_of(planned: PlannedLayers, net: nn.Module, has_parts: bool = False) -> dict[int, int]:

@@ -103,6 +103,38 @@ def _frozen_buffers(world):
     assert net[1].running_mean.any()
 
 
+class MeanOfCode(nn.Module):
+    """A buffer that no layer has, changed by code between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.register_buffer("mean", torch.rand(8))
+
+    def forward(self, x):
+        y = self.first(x).tanh()
+        self.mean.mul_(0.5).add_(y.detach().mean(0))
+        return self.last(y - self.mean)
+
+
+@cells.add("a buffer that no layer has is rank 0's on all ranks, from the start and at each step")
+def _buffers_of_code(world):
+    torch.manual_seed(world.rank)
+    net = MeanOfCode()
+    model = hybrid(net, chunks=2, example_inputs=classification(14)[0])
+    assert_same_on_all_ranks(world, {**buffers(net), **dict(net.named_parameters())})
+    for seed in (0, 1):
+        twin = copy.deepcopy(net)
+        of_first = world.broadcast(buffers(net))
+        twin.mean.copy_(of_first["mean"])
+        batch = classification(14, seed)
+        replica_step(model, batch, ROWS)
+        inputs, _ = share(batch, ROWS, world.rank)
+        for part in inputs.split(len(inputs) // 2):
+            twin(part)
+        assert_same(buffers(net), buffers(twin), "of a step", **CLOSE)
+
+
 class MovingMean(nn.Linear):
     """Puts a new tensor in the place of its buffer in each forward."""
 
