@@ -836,7 +836,7 @@ def without_fast_attention() -> AbstractContextManager[None]:
 
     In the block, `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` do not take a faster
     path, which they take only if no mode is active and no tensor is of a subclass: a cut or a
-    comparison would change their bits.
+    comparison would change their bits. The setting is PyTorch's, so it holds for all threads.
     """
     return _fast_attention.refused()
 

@@ -441,6 +441,8 @@ def _parts(loader: Any) -> list[Any]:
     parts: list[Any] = []
     found = [loader]
     for part in found:
+        if len(parts) == 32:  # a proxy may make a new part each time
+            break
         if part is not None and not any(part is other for other in parts):
             parts.append(part)
             found += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]

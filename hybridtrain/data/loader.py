@@ -345,8 +345,8 @@ class Loader:
                 before, after = _order_in_words(name, value), _order_in_words(name, now)
                 raise CheckpointError(
                     f"the checkpoint is in the middle of an epoch in an order that depends on "
-                    f"{before}, but this run has {after}: resume with {before}, or change it at "
-                    f"the end of an epoch"
+                    f"{before}, but this run has {after}: resume with {before}, change it at the "
+                    f"end of an epoch, or set {setting('allow_changes', True)}"
                 )
 
     def _gathered_states(self, at: Position) -> list[Any]:

@@ -232,7 +232,7 @@ class StreamLoader(AgreedLoader):
 
     def order_of_shares(self, total: int) -> Tensor | None:
         """See `Loader.order_of_shares`."""
-        if self.divided:
+        if self.divided or self._world.logical_replicas == 1:
             return None
         replica_of = torch.tensor(replica_of_samples(total, self._world.shares))
         return replica_of.argsort(stable=True).argsort()

@@ -140,7 +140,7 @@ def evaluate(
                 with _errors_of(name), synchronised:
                     result |= named_values(name, metric.compute(), data.classes)
             except Exception as error:
-                if not one_batch:
+                if not one_batch or isinstance(error, _CountsAloneError):
                     raise
                 _log.warning("metric %r cannot be computed from one batch: %s", name, error)
     if samples and not count and world.is_main:
@@ -331,9 +331,13 @@ def _synchronised_by(
         raise ConfigError(_NOT_COMBINED)
 
 
+class _CountsAloneError(ConfigError):
+    """A metric does not gather what the processes and replicas have counted."""
+
+
 def _counts_alone(name: str) -> ConfigError:
-    return ConfigError(
-        f"the metric {name} of each replica counts its own samples only: use a metric of "
+    return _CountsAloneError(
+        f"the metric {name} counts only the samples of its own process or replica: use a metric of "
         "torchmetrics, or let it gather its state in compute() with self.dist_sync_fn(tensor), an "
         "attribute that is None in __init__ and returns the tensors of all replicas, as "
         "hybridtrain.loss.Accuracy does"

@@ -655,7 +655,9 @@ class Session:
             self._step, directory, *self._loaders, states=self.states, keep=keep, progress=self
         )
 
-    def resume(self, path: str | Path, *, missing_ok: bool = False) -> bool:
+    def resume(
+        self, path: str | Path, *, missing_ok: bool = False, allow_changes: bool = False
+    ) -> bool:
         """Continues from the checkpoint at `path`, or from the newest in that directory.
 
         Schedules are stepped to their saved position; hyperparameters come from the script. The
@@ -664,14 +666,18 @@ class Session:
         Args:
             path: a checkpoint, or the directory of all checkpoints.
             missing_ok: do nothing if there is no checkpoint.
+            allow_changes: as in `Trainer.resume`.
 
         Returns:
             whether a checkpoint was loaded.
 
         Raises:
             CheckpointError: the checkpoint is missing or damaged, belongs to another model or other
-                schedules, or a schedule is already past its saved position.
+                schedules, a schedule is already past its saved position, or it is in the middle of
+                an epoch with another order; see `Loader.order`.
         """
+        for loader in self._loaders:
+            loader.refuses_other_order = not allow_changes
         saved = resume_run(
             self._step,
             path,

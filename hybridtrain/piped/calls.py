@@ -238,7 +238,7 @@ def _kind(values: Any, leaves: Sequence[Any]) -> Hashable:
         if isinstance(leaf, Tensor):
             described.append((leaf.dtype, leaf.dim(), leaf.requires_grad))
         elif leaf is items or type(leaf) is float or not is_constant(leaf):
-            # a number with a fraction, such as a factor that grows, hardly ever chooses code
+            # A float, such as a factor that grows, rarely chooses code.
             described.append(str(type(leaf)))
         else:
             described.append((str(type(leaf)), repr(leaf)))

@@ -19,6 +19,7 @@ its micro-batches are compared in the same way (`narrowed`), and the rules that 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,8 @@ from hybridtrain.piped.shares import (
     labels_of,
     shares_by,
 )
+
+log = logging.getLogger("hybridtrain")
 
 # Tolerances of a number, and of tensors, relative to the largest value. Another order of summation
 # explains 1e-6; outputs in half precision are rounded.
@@ -103,8 +106,8 @@ class Join:
             if known == []:
                 raise BatchError(
                     f"a number among the outputs is {', or '.join(rules or ())}, which cannot be "
-                    f"counted in this batch: pass arguments of the same shapes as before, or set "
-                    f"{setting('chunks', 1)}"
+                    "counted in this batch: pass finite values, and arguments of the same shapes "
+                    f"as before, or set {setting('chunks', 1)}"
                 )
             weights.append(known[0] if known else None)
         return weights
@@ -313,6 +316,8 @@ def narrowed(join: Join, call: Call, runs: Runs, shares: Shares, is_due: bool) -
         if names is None or not (is_due or join.is_unclear(shares, number)):
             continue
         known = [name for name in names if name in shares]
+        if not known:
+            continue  # `weights` will say so
         for start, sizes in _telling_apart(call.sizes, [shares[name] for name in known]):
             parts = _Parts(call, start, sizes, {name: join.counts[name] for name in known})
             if (start, *sizes) not in outputs:
@@ -330,6 +335,12 @@ def narrowed(join: Join, call: Call, runs: Runs, shares: Shares, is_due: bool) -
                 raise _no_rule(parts, values, place)
             rules[number] = [name for name in names if name in left or name not in known]
             unclear[number] = apart([shares[name] for name in left])
+            if number not in join.unclear and unclear[number] > _ALIKE:
+                log.info(
+                    "%s does not show yet what it is a mean of (it is %.3g): until it does, each "
+                    "call compares some micro-batches",
+                    output_place(outputs[start, *sizes][0], number), float(values[0]),
+                )  # fmt: skip
             break
     return replace(join, rules=rules, unclear=unclear)
 

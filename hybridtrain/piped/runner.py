@@ -37,13 +37,7 @@ from hybridtrain.piped.joining import Runs, joined, narrowed, proved
 from hybridtrain.piped.optimizers import StaleOptimizers
 from hybridtrain.piped.replicas import Replicas
 from hybridtrain.piped.shares import CutBatch, rules_for
-from hybridtrain.piped.steps import (
-    Kept,
-    Kind,
-    OtherStructureError,
-    Step,
-    gradient_of_number,
-)
+from hybridtrain.piped.steps import Kept, Kind, Step, gradient_of_number
 from hybridtrain.pipeline import HeadOutput, StepKind, net_of_trip
 from hybridtrain.world import World
 
@@ -121,11 +115,7 @@ class Runner:
             return forward(*args, **kwargs)
         refuse_wrapped()
         with plainly():
-            try:
-                return self._run(forward, args, kwargs)
-            except OtherStructureError:
-                self._kinds.clear()
-                return self._run(forward, args, kwargs)
+            return self._run(forward, args, kwargs)
 
     def _run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         net = self.net
@@ -279,7 +269,10 @@ def _number_ahead() -> int:
 
 
 def _is_transformed() -> bool:
-    """Returns whether PyTorch traces the call, or transforms it (torch.func): no data to cut."""
+    """Returns whether PyTorch traces the call, or transforms it (torch.func).
+
+    Then there is no data to cut.
+    """
     return (
         torch._C._functorch.maybe_current_level() is not None
         or torch._C._get_tracing_state() is not None

@@ -60,10 +60,6 @@ log = logging.getLogger("hybridtrain")
 _SEVERAL = "outputs other than the loss of the model get gradients"
 
 
-class OtherStructureError(Exception):
-    """An attribute of the model has changed what it returns; the comparison starts over."""
-
-
 @dataclass
 class Kind:
     """What is known about a kind of call.
@@ -89,10 +85,21 @@ class Kind:
         """Checks that an output is of the structure that was compared.
 
         Raises:
-            OtherStructureError: it is another.
+            BatchError: it is another.
         """
-        if self.join is not None and spec != self.join.spec:
-            raise OtherStructureError
+        if self.join is None or spec == self.join.spec:
+            return
+        if self.calls == 1:
+            raise BatchError(
+                "the structure of the model's output is another in training mode than in "
+                "evaluation mode, in which micro-batches are compared with the batch: return the "
+                f"same structure in both, or set {setting('chunks', 1)}"
+            )
+        raise BatchError(
+            "the structure of the model's output has changed since its first call with such "
+            "arguments, because of an attribute: after such a change, make the pipeline again "
+            "by pipelined(unpipelined(model), ...)"
+        )
 
     def note(self, gradients: Mapping[int, Tensor]) -> None:
         """Notes which outputs got gradients in a backward."""

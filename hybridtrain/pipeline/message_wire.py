@@ -47,6 +47,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,6 +55,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain._base.accelerator import accelerator_of
+from hybridtrain._base.tensors import storage_id
 from hybridtrain._base.text_table import counted
 from hybridtrain.errors import BatchError, ScheduleError, SplitError, argument, setting
 from hybridtrain.launch import LaneActivity
@@ -212,11 +214,11 @@ class MessageWire:
             dense(t, tensor_format).to(wire_device(tensor_format, self._wire_device))
             for t, tensor_format in zip(tensors, form.tensors, strict=True)
         ]
-        if to.kind == "F" and torch.is_grad_enabled():
-            # A value without a gradient may be a buffer, which the next micro-batch changes before
-            # it is sent.
-            pairs = zip(tensors, parts, strict=True)
-            parts = [part if t.requires_grad else part.clone() for t, part in pairs]
+        if to.kind == "F":
+            # The next micro-batch may change a buffer before it is sent.
+            for place, (t, part) in enumerate(zip(tensors, parts, strict=True)):
+                if not t.requires_grad and storage_id(part) in self._of_buffers:
+                    parts[place] = part.clone()
         works += begin_send(parts, self._world, self._peers[to.stage])
         # do not wait immediately: the receiver may itself be about to send to this process. Waiting
         # for the oldest send is safe: its receiver starts receiving it before it needs any later
@@ -226,6 +228,12 @@ class MessageWire:
             self._wait_for_oldest()
             self._doing.wait(False)
         self._sent.append((works, held + parts))
+
+    @cached_property
+    def _of_buffers(self) -> set[Any]:
+        """The memories of the buffers of this process's stages."""
+        stages = self._stages.values()
+        return {storage_id(buffer) for stage in stages for buffer in stage.module.buffers()}
 
     def begin_receives(self, count: int) -> None:
         """Starts the receives among the first `count` of the step that have not started."""

@@ -66,7 +66,11 @@ def check_lr_schedule(lr_schedule: LRScheduler | None) -> None:
 
 def steps_taken(lr_schedule: LRScheduler) -> int:
     """Returns how many steps a learning-rate schedule has taken; 0 if it does not count them."""
-    return max(0, getattr(lr_schedule, "last_epoch", 0))
+    steps = getattr(lr_schedule, "last_epoch", None)
+    if steps is None:  # as in a ChainedScheduler
+        inner = getattr(lr_schedule, "_schedulers", ())
+        steps = max((steps_taken(schedule) for schedule in inner), default=0)
+    return max(0, steps)
 
 
 def check_not_past(lr_schedule: LRScheduler | None, step: int) -> None:
@@ -375,7 +379,7 @@ class OptimizerStep:
             raise BatchError("call train_step() once for each batch passed to begin()")
         is_last = index + 1 == len(weights)
         function = step.loss_fn if loss_fn is None else loss_fn
-        if function is not step.loss_fn:
+        if function != step.loss_fn:  # two accesses to a method are equal
             self._check_counts_alike(function, weights[index], inputs, targets)
         result = self.model.train_step(  # [2]
             inputs,
@@ -397,10 +401,9 @@ class OptimizerStep:
         loss = resolve(loss_fn, self.model.net)
         if not weight.is_of(loss, (inputs, targets), self.model.options.chunks):
             raise BatchError(
-                f"{setting('loss_fn', loss.name)} averages over something else than the loss with "
-                "which this step began, so the batches cannot be weighted: use losses that count "
-                "the same, such as samples, in all batches of a step, or add the losses up in one "
-                "function"
+                f"{setting('loss_fn', loss.name)} averages over something else than the first loss "
+                "of this step, so the batches cannot be weighted: use losses that count the same, "
+                "such as samples, in all batches of a step, or add the losses up in one function"
             )
 
     def norm(self) -> Tensor:

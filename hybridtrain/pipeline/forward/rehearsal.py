@@ -104,6 +104,7 @@ class LayerOutput:
                     made[id(leaf)] = len(self.formats)
                     self.formats.append(ValueFormat.of(leaf))
                 self._leaves.append(_Made(made[id(leaf)]))
+        self._is_made = self._spec.is_leaf() and type(self._leaves[0]) is _Made
 
     def stand_in(self, mode: FakeTensorMode, device: torch.device, arguments: Any) -> Any:
         """Returns an output without values, of the same tensors as for earlier micro-batches.
@@ -132,10 +133,9 @@ class LayerOutput:
     def agrees_with(self, output: Any) -> bool:
         """Returns whether an output with values has the structure, shapes, dtypes and plain values
         of this one."""
-        if type(output) is Tensor and type(self._leaves[0]) is _Made:  # most often
+        if type(output) is Tensor and self._is_made:  # most often
             form = self.formats[0]
-            is_alone = self._spec.is_leaf()
-            return is_alone and output.shape == form.shape and output.dtype is form.dtype
+            return output.shape == form.shape and output.dtype is form.dtype
         leaves, spec = tree_flatten(output)
         if spec != self._spec:
             return False
@@ -146,7 +146,7 @@ class LayerOutput:
                     return False
                 if (leaf.shape, leaf.dtype) != (form.shape, form.dtype):
                     return False
-            elif type(mine) is not _Given and type(mine) in PLAIN and not same_constant(leaf, mine):
+            elif type(mine) in PLAIN and not same_constant(leaf, mine):
                 return False
         return True
 

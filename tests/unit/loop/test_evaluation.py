@@ -275,6 +275,6 @@ def evaluated(metric, replicas=None):
 @pytest.mark.parametrize("metric", [CountsAlone, NoModule])
 def test_a_metric_that_would_report_one_replicas_part_is_refused(metric):
     assert evaluated(metric()) == 11
-    with pytest.raises(ConfigError, match=r"counted of each replica counts its own .*dist_sync_fn"):
+    with pytest.raises(ConfigError, match=r"counted counts only the samples.*dist_sync_fn"):
         evaluated(metric(), replicas=2)
     assert evaluated(CountsTogether(), replicas=2) == 11  # what the error advises

@@ -248,7 +248,7 @@ def test_a_loss_that_averages_over_something_else_than_the_steps_first_is_refuse
     batches = iter(loader)
     session.forward_backward(*next(batches), mixed(1.0))
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]))
-    with pytest.raises(BatchError, match="EntropyLoss averages over something else than the l"):
+    with pytest.raises(BatchError, match="EntropyLoss averages over something else than the first"):
         session.forward_backward(*next(batches), weighted)
 
 
