@@ -131,14 +131,18 @@ def test_every_optimizer_continues_where_it_was(optimizer, tmp_path):
     assert_same_run(again, whole)
 
 
-def test_a_trainer_that_goes_back_says_that_its_schedule_cannot(tmp_path):
+def chained(optimizer):
+    constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    return torch.optim.lr_scheduler.ChainedScheduler([multistep(optimizer), constant])
+
+
+@pytest.mark.parametrize("schedule", [multistep, chained])
+def test_a_trainer_that_goes_back_says_that_its_schedule_cannot(schedule, tmp_path):
     store = CheckpointStore(tmp_path)
-    ours = trainer(rich_net(), store=store, lr=multistep, checkpoint_every_steps=2)
+    ours = trainer(rich_net(), store=store, lr=schedule, checkpoint_every_steps=2)
     ours.fit()
     before = copy.deepcopy(ours.model.state_dict())
-    with pytest.raises(
-        CheckpointError, match=r"MultiStepLR is at step 9, past step 4 of the check"
-    ):
+    with pytest.raises(CheckpointError, match="is at step 9, past step 4 of the checkpoint"):
         ours.resume(store.root / "step_00000004")
     assert_same(ours.model.state_dict(), before, "weights and buffers")
     ours.resume(store.root)  # the newest: the rate stays
