@@ -805,11 +805,11 @@ def is_traced(args: tuple[Any, ...]) -> bool:
 
 
 class _FastAttention:
-    """Whether attention modules may take their faster path, for all threads that say no."""
+    """Counts the blocks, in all threads, that refuse the faster path of attention modules."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._refused = 0  # by how many blocks
+        self._refused = 0
         self._before = True
 
     @contextmanager

@@ -57,9 +57,9 @@ _EXACT, _EXACT_IN_HALF = 1e-4, 2e-2
 _SAME, _SAME_IN_HALF = 1e-2, 2e-1
 _SAME_GRADIENT, _SAME_GRADIENT_IN_HALF = 1e-3, 5e-2
 
-# What rounding may explain where another rule fits better by chance.
+# Rounding explains a relative error up to this, even if another rule fits better by chance.
 _ROUNDING, _ROUNDING_IN_HALF = 1e-5, 2e-2
-# What another rule than those tried makes of a number of a later batch, and what rounding does not.
+# A larger relative error in a later batch shows that the number follows another rule.
 _OTHER_RULE = 0.1
 # Smaller losses are rounded too much to compare.
 _TINY = 1e-4
