@@ -75,7 +75,7 @@ CHANGES = {
     "batch_size": ({}, {"batch_size": 8}, "batch_size=4, but this run has batch_size=8"),
     "grouped": ({}, {"grouped": False}, "group_by_length=True, but this run has group_by_length=F"),
     "not grouped": ({"grouped": False}, {}, "group_by_length=False, but this run has group_by_len"),
-    "seed": ({}, {"seed": 1}, "seed=0, but this run has seed=1: resume with seed=0, or change it"),
+    "seed": ({}, {"seed": 1}, "seed=0, but this run has seed=1: resume with seed=0, change it"),
 }
 
 

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hybridtrain import World
 from hybridtrain.launch import LaneActivity
@@ -111,7 +112,8 @@ def test_receives_begin_ahead_where_a_process_waits_and_delay_no_action_that_nee
     group = cast("dist.ProcessGroup", SimpleNamespace(recv=recv))
     world = World(size=2, engine="distributed", processes_per_replica=2, pipeline_group=group)
     formats = dict.fromkeys(lane.receives, form)
-    wire = MessageWire({0: SimpleNamespace(offload=None)}, lane, world, formats, LaneActivity())
+    stages = {0: SimpleNamespace(offload=None, module=nn.Module())}
+    wire = MessageWire(stages, lane, world, formats, LaneActivity())
     waits = 0
     for due, action in lane.actions:
         wire.begin_receives(due)

@@ -53,7 +53,7 @@ class Wires:
         self._doing = doing = LaneActivity()
         self.of = [
             MessageWire(
-                {rank: SimpleNamespace(offload=None)},
+                {rank: SimpleNamespace(offload=None, module=nn.Module())},
                 lanes[rank],
                 nccl.world(rank),
                 dict.fromkeys(actions, form),
