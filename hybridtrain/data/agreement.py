@@ -362,7 +362,7 @@ class OwnLoader(AgreedLoader):
                     "which divides them"
                 )
         super().__init__(loader, 1, world)
-        self.has_state = True  # its own, or that of the generators
+        self.has_state = True  # the loader's own state, or the states of generators
         self._state_begins_epoch = not has_state(loader)
         self.optional = self._state_begins_epoch
         size = getattr(loader, "batch_size", None) or getattr(
@@ -439,13 +439,13 @@ def as_loader(train: Loader | Iterable[Any], world: World) -> Loader:
 def _parts(loader: Any) -> list[Any]:
     """Returns a loader, its samplers and data set, and theirs, each once."""
     parts: list[Any] = []
-    found = [loader]
-    for part in found:
+    queue = [loader]
+    for part in queue:
         if len(parts) == 32:  # a proxy may make a new part each time
             break
         if part is not None and not any(part is other for other in parts):
             parts.append(part)
-            found += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+            queue += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
     return parts
 
 
@@ -463,11 +463,11 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def _generator_states(loader: Any) -> dict[str, Any]:
-    """Returns the states of the default generators and those of a loader, as JSON types."""
+    """Returns the states of the default generators and of a loader's generators, as JSON types."""
     of_torch, (version, numbers, gauss), (name, keys, *rest) = default_generators()
-    own = [generator.get_state() for generator in _generators(loader)]
+    of_loader = [generator.get_state() for generator in _generators(loader)]
     return {
-        "torch": [state.numpy().tobytes().hex() for state in (of_torch, *own)],
+        "torch": [state.numpy().tobytes().hex() for state in (of_torch, *of_loader)],
         "python": [version, np.array(numbers, np.uint32).tobytes().hex(), gauss],
         "numpy": [name, keys.tobytes().hex(), *rest],
     }
@@ -475,7 +475,7 @@ def _generator_states(loader: Any) -> dict[str, Any]:
 
 def _rewind(loader: Any, states: Mapping[str, Any]) -> None:
     """Restores the generators to states from `_generator_states`."""
-    of_torch, *own = [
+    of_torch, *of_loader = [
         torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states["torch"]
     ]
     version, numbers, gauss = states["python"]
@@ -483,7 +483,7 @@ def _rewind(loader: Any, states: Mapping[str, Any]) -> None:
     of_python = version, tuple(_words(numbers).tolist()), gauss
     rewind((of_torch, of_python, (name, _words(keys), *rest)))
     # A loader may have got or lost a generator since, at the end of an epoch.
-    for generator, state in zip(_generators(loader), own, strict=False):
+    for generator, state in zip(_generators(loader), of_loader, strict=False):
         generator.set_state(state)
 
 

@@ -181,7 +181,7 @@ class Loader:
         self.options = with_settings(options or LoaderOptions(), settings)
         self.batches_per_epoch: int | None = None
         self.has_state = False
-        # whether a state is that of the start of its epoch, which is read again up to the batch
+        # A state may be from the start of its epoch, which is then read again up to the batch.
         self._state_begins_epoch = False
         self.order: dict[str, Any] = {}
         self.refuses_other_order = True
@@ -497,12 +497,12 @@ def has_shuffle_buffer(dataset: Any) -> bool:
 
     After `load_state_dict`, it would fill the buffer with later samples and lose its content.
     """
-    found = [getattr(dataset, "_ex_iterable", None)]
-    for part in found:
+    queue = [getattr(dataset, "_ex_iterable", None)]
+    for part in queue:
         if type(part).__name__ == "BufferShuffledExamplesIterable":
             return True
         inner = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
-        found += [each for each in inner if each is not None]
+        queue += [iterable for iterable in inner if iterable is not None]
     return False
 
 

@@ -102,14 +102,14 @@ class Join:
         """
         weights: list[list[float] | None] = []
         for rules in self.rules:
-            known = None if rules is None else [shares[rule] for rule in rules if rule in shares]
-            if known == []:
+            by_rule = None if rules is None else [shares[rule] for rule in rules if rule in shares]
+            if by_rule == []:
                 raise BatchError(
                     f"a number among the outputs is {', or '.join(rules or ())}, which cannot be "
                     "counted in this batch: pass finite values, and arguments of the same shapes "
                     f"as before, or set {setting('chunks', 1)}"
                 )
-            weights.append(known[0] if known else None)
+            weights.append(by_rule[0] if by_rule else None)
         return weights
 
     def may_narrow(self, shares: Shares, is_due: bool) -> bool:
@@ -304,7 +304,7 @@ def narrowed(join: Join, call: Call, runs: Runs, shares: Shares, is_due: bool) -
         join: how outputs have been joined so far.
         call: a call with two micro-batches or more.
         runs: the model.
-        shares: those of the micro-batches, by `join.shares`.
+        shares: the shares of the micro-batches, from `join.shares`.
         is_due: compare two micro-batches where only one rule is left, too.
 
     Raises:
@@ -315,11 +315,11 @@ def narrowed(join: Join, call: Call, runs: Runs, shares: Shares, is_due: bool) -
     for number, names in enumerate(join.rules):
         if names is None or not (is_due or join.is_unclear(shares, number)):
             continue
-        known = [name for name in names if name in shares]
-        if not known:
+        applicable = [name for name in names if name in shares]
+        if not applicable:
             continue  # `weights` will say so
-        for start, sizes in _telling_apart(call.sizes, [shares[name] for name in known]):
-            parts = _Parts(call, start, sizes, {name: join.counts[name] for name in known})
+        for start, sizes in _telling_apart(call.sizes, [shares[name] for name in applicable]):
+            parts = _Parts(call, start, sizes, {name: join.counts[name] for name in applicable})
             if (start, *sizes) not in outputs:
                 outputs[start, *sizes] = list(map(runs.output, parts.inputs))
             columns = [tree_flatten(output) for output in outputs[start, *sizes]]
@@ -333,7 +333,7 @@ def narrowed(join: Join, call: Call, runs: Runs, shares: Shares, is_due: bool) -
             if not left:
                 place = output_place(outputs[start, *sizes][0], number)
                 raise _no_rule(parts, values, place)
-            rules[number] = [name for name in names if name in left or name not in known]
+            rules[number] = [name for name in names if name in left or name not in applicable]
             unclear[number] = apart([shares[name] for name in left])
             if number not in join.unclear and unclear[number] > _ALIKE:
                 log.info(

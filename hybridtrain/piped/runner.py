@@ -149,8 +149,9 @@ class Runner:
         parts = call.cut()
         weights = self._weights(model, call, kind, parts, wants_gradients)
         of_step = model.check_batch(call.inputs, call.sizes, trains=wants_gradients)
-        # Trainers save and seed PyTorch's generator, so a resumed run has the same masks.
-        model.rng.step = _number_ahead()
+        if net.training:  # or nothing is seeded
+            # Trainers save and seed PyTorch's generator, so a resumed run has the same masks.
+            model.rng.step = _number_ahead()
         if wants_gradients:
             finish = self.replicas.begin_step()
             output = Step(model, call, parts, weights, kind, of_step, finish).run()

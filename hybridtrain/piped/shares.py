@@ -76,7 +76,7 @@ class _Selected(NamedTuple):
     """A rule that counts what an argument selects.
 
     Attributes:
-        number: the index of the tensor among those of the inputs.
+        number: the index of the tensor among the tensors of the inputs.
         other_than: the value of entries that do not count; None: entries are weights, as in a mask.
         shifted: without the first entry of each sample, as a causal language model does.
     """
@@ -183,11 +183,11 @@ def shares_by(rules: Rules, batch: CutBatch) -> Shares:
             waiting[name] = torch.stack([torch.as_tensor(n).double() for n in of_parts])
         elif None not in of_parts:
             counts[name] = of_parts  # type: ignore[assignment]
-    for name, found in _columns(waiting).items():
+    for name, column in _columns(waiting).items():
         if isinstance(rules[name], _Selected):  # by sample
             ends = accumulate(sizes, initial=0)
-            found = [sum(found[start:end]) for start, end in pairwise(ends)]
-        counts[name] = found
+            column = [sum(column[start:end]) for start, end in pairwise(ends)]
+        counts[name] = column
     shares: dict[str, list[float]] = {}
     for name, numbers in counts.items():
         if rules[name] is _sum:

@@ -187,7 +187,7 @@ class StageReducer:
         self._in_buckets = []
 
     def also_sync(self, buffers: Sequence[tuple[dict[str, Tensor | None], str]]) -> None:
-        """Treats buffers of no stage as those of this one from now on; a collective call.
+        """Copies buffers of no stage, too, now and with the stage's own; a collective call.
 
         Args:
             buffers: for each of them, the dictionary of its module and its name there.

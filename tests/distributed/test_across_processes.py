@@ -37,6 +37,20 @@ def test_sizes_that_do_not_follow_from_the_inputs_are_one_clear_error(tmp_path):
     assert "use engine=local for this model" in output
 
 
+@pytest.mark.parametrize("before", ["unused", "times zero"])
+def test_a_loss_that_begins_to_use_another_output_is_named_and_a_factor_of_zero_helps(
+    before, tmp_path
+):
+    status, output = forked_script(2, "changing_loss.py", tmp_path, before)
+    if before == "unused":
+        assert status == 1
+        assert "has begun or stopped to use a value of an earlier one" in output
+        assert "multiply it by 0 instead" in output
+    else:
+        assert status == 0, output
+        assert "the end was reached" in output
+
+
 @pytest.fixture
 def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -408,13 +408,13 @@ class RehearsalTrip(NumberedTrip):
             if version_of(buffer) + self._changes_of_fake(buffer) != changes:
                 raise SplitError(
                     f"code between layers changes the buffer {name!r} after the first stage, but "
-                    f"with {engine} a buffer that no layer has is that of the first process: move "
+                    f"with {engine} only the first process keeps a buffer that no layer has: move "
                     "it into the layer whose output it is computed from, or set "
                     f"{setting('engine', 'local')}"
                 )
 
     def _changes_of_fake(self, tensor: Tensor) -> int:
-        """Returns how often what stands for a tensor with values has been changed in place."""
+        """Returns how often the stand-in of a tensor with values has been changed in place."""
         pair = self._fakes.get(id(tensor))
         return 0 if pair is None else version_of(pair[1])
 
@@ -649,7 +649,7 @@ class PartTrip(NumberedTrip):
             self._layers += 1
 
     def _check_output(self, place: LayerPlace, output: Any) -> None:
-        """Compares what a layer of this process returns with what stands for it in the others."""
+        """Compares the output of a layer of this process with its stand-in in the others."""
         if self._layers >= len(self._rehearsal.outputs):
             return
         if not self._rehearsal.outputs[self._layers].agrees_with(output):

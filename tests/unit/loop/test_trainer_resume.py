@@ -260,7 +260,9 @@ def test_settings_that_leave_the_samples_alone_may_change_in_the_middle_of_an_ep
     again = trainer(steps=4)
     again.train = TrainLoader(data(), 4, again.world, seed=1, **change)
     again.resume(store.newest())
+    assert (again.epoch, again.train.sample) == (0, 12)
     again.fit()
+    assert (again.step, again.samples) == (4, 16)
 
 
 def test_a_checkpoint_without_a_record_of_the_order_is_resumed(tmp_path):

@@ -1,4 +1,4 @@
-"""What one batch cannot show, a later one does: what numbers are means of, and what comes back."""
+"""A later batch decides what the first one leaves open, such as what a loss is a mean of."""
 
 import copy
 
@@ -421,8 +421,9 @@ def test_a_factor_that_changes_with_each_call_starts_no_comparison():
         lambda net, x: torch.func.grad(lambda x: net(x).sum())(x),
         lambda net, x: torch.func.jvp(net, (x,), (x,)),
         lambda net, x: torch.jit.trace(net, x, check_trace=False)(x),
+        lambda net, x: torch.export.export(net, (x,)).module()(x),
     ],
-    ids=["vmap", "grad", "jvp", "trace"],
+    ids=["vmap", "grad", "jvp", "trace", "export"],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_transforms_and_traces_see_the_plain_model(function):
